@@ -1,0 +1,64 @@
+# Needs python3 (3.11 or newer) and make; everything else goes into .venv.
+#   make quickstart   set up, run notebooks/quickstart.ipynb here and print what its cells printed
+#   make test         set up, then lint, types, every test and every notebook
+#   make lint         only lint and types
+#   make lab          JupyterLab on the notebooks (as root: make lab LAB_ARGS=--allow-root)
+PYTHON ?= python3
+PYTEST_ARGS ?=
+LAB_ARGS ?=
+TEST_WORKERS ?= 2
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+.PHONY: help quickstart test lint lab clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '2,5s/^# *//p' Makefile
+
+# A stamp says which set-up .venv holds; it is older than its inputs as soon as they change.
+.venv/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "air_nb needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 ..." >&2; \
+	  exit 1; }
+	@[ -x $(BIN)/python ] || { echo "Creating .venv"; $(PYTHON) -m venv .venv; } || { \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu install python3-venv, then run make again." >&2; \
+	  rm -rf .venv; exit 1; }
+	@touch $@
+
+.venv/.notebooks: .venv/.made pyproject.toml constraints.txt
+	@echo "Installing air_nb and what its notebooks need into .venv (the first time: minutes, PyTorch is large)"
+	@$(PIP) 'pip>=25.1' # the first pip that reads dependency groups
+	@$(PIP) --editable . --group notebooks
+	@touch $@
+
+.venv/.dev: .venv/.notebooks
+	@echo "Installing the test and lint tools into .venv"
+	@$(PIP) --editable . --group dev
+	@touch $@
+
+quickstart: .venv/.notebooks
+	@$(BIN)/python tools/run_notebook.py notebooks/quickstart.ipynb
+
+lint: .venv/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+# Notebooks are compared with their saved outputs, on CPU ranks wherever they run, and keep their runs to themselves.
+test: lint
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
+ifneq ($(NOTEBOOKS),)
+	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && \
+	  export AIR_NB_HOME="$$home" AIR_NB_DEVICE=cpu IPYTHONDIR="$$home/ipython" && \
+	  $(BIN)/python -m pytest --nbval $(NOTEBOOKS) --nbval-sanitize-with tests/notebooks/sanitize.cfg
+endif
+
+lab: .venv/.notebooks
+	$(BIN)/jupyter lab $(LAB_ARGS) notebooks
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,94 @@
+"""Runs inside the forkserver: its lifeline, its warm-up, and the door through which a rank enters.
+
+multiprocessing imports this module in the forkserver before it serves (``set_forkserver_preload``). The modules that ranks
+need are named in the environment, so that this package imports nothing of ``air_nb.rank``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+import types
+from typing import TYPE_CHECKING, Any
+
+from air_nb.launch.descendants import become_subreaper, kill_descendants
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from air_nb.protocol.start import RankStart
+
+__all__ = ["DEEPEN_SIGNAL", "IDLE_VARIABLE", "WARM_VARIABLE", "enter_rank", "probe"]
+
+WARM_VARIABLE = "AIR_NB_WARM"
+"""Module that every rank needs, imported before the forkserver serves."""
+IDLE_VARIABLE = "AIR_NB_WARM_IDLE"
+"""Modules that most training code needs, imported when nothing runs."""
+DEEPEN_SIGNAL = signal.SIGUSR1
+
+_PR_SET_PDEATHSIG = 1
+_problem = ""
+
+
+def _end_with_launcher(_number: int, _frame: types.FrameType | None) -> None:
+    """The launcher is gone: end what is left of its runs, daemonised grandchildren too, then this process."""
+    kill_descendants(os.getpid())
+    os._exit(1)
+
+
+def _import(names: list[str]) -> None:
+    global _problem  # noqa: PLW0603 - read by probe(), in children of this process
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:  # noqa: BLE001 - a border: multiprocessing would hide an ImportError and die of any other
+            _problem = f"importing {name} failed:\n{traceback.format_exc()}"
+
+
+def _deepen(_number: int, _frame: types.FrameType | None) -> None:
+    """Import while idle what is too slow to make the first cell wait for (an optimizer imports torch._dynamo: 1.2 s)."""
+    _import(os.environ.get(IDLE_VARIABLE, "").split())
+
+
+def _arm() -> None:
+    # Set here and not in the launcher: the death signal belongs to the thread that forked us, the launcher's main thread.
+    signal.signal(signal.SIGTERM, _end_with_launcher)
+    signal.signal(DEEPEN_SIGNAL, _deepen)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    become_subreaper()
+
+
+def enter_rank(target: str, start: RankStart, report: Connection) -> None:
+    """Become a rank: call ``module:function`` with these arguments and exit with what it returns."""
+    module, _, function = target.partition(":")
+    sys.exit(getattr(importlib.import_module(module), function)(start, report))
+
+
+def probe(report: Connection) -> None:
+    """In a throw-away child: tell the launcher whether ranks forked from here can be trusted."""
+    report.send_bytes((_problem or _cuda_problem()).encode())
+
+
+def _cuda_problem() -> str:
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "CUDA was initialised while torch was imported: ranks forked from here could not use it"
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            opened = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+        if opened.startswith("/dev/nvidia"):
+            return f"{opened} was opened while torch was imported: ranks forked from here could not use the GPUs"
+    return ""
+
+
+if os.environ.get(WARM_VARIABLE):
+    _arm()
+    _warm_from = time.monotonic()
+    _import([os.environ[WARM_VARIABLE]])

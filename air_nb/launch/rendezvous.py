@@ -1,0 +1,62 @@
+"""Rendezvous of one node whose topology is known: a new store for every attempt, bound to loopback only.
+
+torch's own handlers open stores on every interface, and reuse the store of a failed attempt, with which gloo can't restart
+(measured: 6 of 6 restarts fail). A socket that we bind ourselves cures both, and no port is ever guessed.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+__all__ = ["LoopbackRendezvous"]
+
+_LOOPBACK = "127.0.0.1"
+_BACKLOG = 1024
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """One node, which hosts the store; ranks connect as clients (``TORCHELASTIC_USE_AGENT_STORE``)."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "air_nb"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store = _bound_store()
+        address = RendezvousStoreInfo(_LOOPBACK, self._store.port)
+        return RendezvousInfo(PrefixStore("air_nb/agent", self._store), 0, 1, address)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+def _bound_store() -> TCPStore:
+    with socket.socket() as listener:
+        listener.bind((_LOOPBACK, 0))
+        listener.listen(_BACKLOG)
+        port = listener.getsockname()[1]
+        return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

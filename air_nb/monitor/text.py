@@ -1,0 +1,41 @@
+"""How GPUs and their processes are written in errors and tables. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from air_nb.monitor.sample import GpuProcess, GpuSample
+
+__all__ = ["describe_memory", "describe_process", "gib", "plural"]
+
+
+def gib(bytes_: int) -> str:
+    """A number of bytes in GiB with one decimal, without the unit."""
+    return f"{bytes_ / 2**30:.1f}"
+
+
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    """The count with the noun in its right form, such as "1 GPU" and "2 GPUs"."""
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def describe_memory(gpu: GpuSample) -> str:
+    """Memory in use and in all, "n/a" for what is unknown."""
+    if gpu.memory_used_bytes is None and gpu.memory_total_bytes is None:
+        return "n/a"
+    used = "n/a" if gpu.memory_used_bytes is None else gib(gpu.memory_used_bytes)
+    total = "n/a" if gpu.memory_total_bytes is None else gib(gpu.memory_total_bytes)
+    return f"{used} of {total} GiB"
+
+
+def describe_process(process: GpuProcess, label: str | None = None) -> str:
+    """Who holds memory: "pid 4711 (ann, python) 41.0 GiB", without what is unknown.
+
+    Args:
+        process: The process.
+        label: What it is to us, such as "rank 2 of run swift-otter".
+    """
+    who = ", ".join(part for part in (process.user, process.name, label) if part)
+    memory = "" if process.used_bytes is None else f" {gib(process.used_bytes)} GiB"
+    return f"pid {process.pid}{f' ({who})' if who else ''}{memory}"

@@ -1,0 +1,59 @@
+"""Captured objects into the rank, values and exceptions out of it, as bundles in the run directory."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from air_nb.errors import CaptureError
+from air_nb.protocol.bundle import Bundle
+from air_nb.protocol.names import ERROR, WARNING_FILTERS
+from air_nb.protocol.pickling import ShippedRegistry, freeze_values, thaw
+from air_nb.protocol.task import PAYLOAD_FILE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["RankValues"]
+
+
+class RankValues:
+    """What goes in and out of this rank; remembers what came from the kernel, so that it can go back as a reference."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._registry = ShippedRegistry()
+
+    def read_payload(self, main_globals: dict[str, Any]) -> dict[str, Any]:
+        """The captured names; the kernel's warning filters are put in place."""
+        bundle = Bundle.open(self._directory / PAYLOAD_FILE)
+        names = thaw(bundle, main_globals=main_globals, registry=self._registry)
+        filters = names.pop(WARNING_FILTERS, None)
+        if filters is not None:
+            warnings.filters[:] = filters  # type: ignore[index]  # typeshed has it as a sequence
+            warnings._filters_mutated_lock_held() if hasattr(warnings, "_filters_mutated_lock_held") else (
+                warnings._filters_mutated()  # type: ignore[attr-defined]
+            )
+        return names
+
+    def write_values(self, values: dict[str, Any]) -> None:
+        """Write what the kernel asked for.
+
+        Raises:
+            CaptureError: A value can't be pickled; it names the value.
+        """
+        if values:
+            freeze_values(values, registry=self._registry).write(self._directory / f"rank_{self._rank}.result")
+
+    def write_exception(self, error: BaseException) -> None:
+        """Write the exception for the kernel's ``__cause__``, if its pickle can be loaded again here."""
+        path = self._directory / f"rank_{self._rank}.error"
+        try:
+            bundle = freeze_values({ERROR: error}, registry=self._registry)
+            thaw(bundle, shipped=self._registry.table())
+            bundle.write(path)
+        except (CaptureError, OSError):
+            return  # the report has its type, text and traceback
+        except Exception:  # noqa: BLE001 - the user's class may raise anything when it is rebuilt
+            return

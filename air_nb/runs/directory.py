@@ -1,0 +1,188 @@
+"""One run, one directory: the source of truth of ``%air runs``, ``%air logs`` and ``%air stop``.
+
+``run.json`` is written by the kernel first (STARTING) and by the launcher from then on, always by rename, so a reader sees
+a whole record. Whoever finds a record that isn't final while its launcher is gone may close it as KILLED.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from air_nb.protocol.messages import RunState
+from air_nb.runs.liveness import ProcessId
+from air_nb.runs.paths import home, is_network_path, node_local, private_directory
+
+__all__ = ["RunDirectory", "RunRecord", "all_runs", "find_run", "make_run_name"]
+
+_RECORD_FILE = "run.json"
+_STOP_FILE = "stop"
+_ADJECTIVES = "amber brave calm clear eager fair gentle happy keen kind lively lucky mellow noble proud quick quiet swift vivid warm".split()
+_ANIMALS = "badger crane dolphin falcon fox gecko heron ibis koala lynx marten newt otter panda puffin raven seal tapir vole wren".split()
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What is known of a run; times in UTC seconds since the epoch.
+
+    Attributes:
+        run_id: Unique id, also the directory's name.
+        name: Readable name.
+        state: See ``RunState``.
+        created_at: When the user launched it.
+        started_at: When all ranks had been forked.
+        ended_at: When no process of it was left.
+        nproc: Number of ranks.
+        device: ``"cuda"`` or ``"cpu"``.
+        gpu_uuids: The GPUs, index = local rank.
+        options: What the user asked for, without the values of environment variables.
+        kernel: Kernel that launched it.
+        launcher: Launcher that ran it.
+        pids: Pid of each rank in the current attempt.
+        attempt: 0, or the number of restarts.
+        failures: ``RankFailure`` fields, the cause first.
+        reason: Why it was stopped.
+    """
+
+    run_id: str
+    name: str
+    state: RunState
+    created_at: float
+    nproc: int
+    device: str
+    gpu_uuids: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    kernel: ProcessId | None = None
+    launcher: ProcessId | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    pids: list[int] = field(default_factory=list)
+    attempt: int = 0
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is not final and whoever runs it is alive."""
+        if self.state.is_final:
+            return False
+        owner = self.launcher or self.kernel
+        return owner is not None and owner.is_alive()
+
+
+class RunDirectory:
+    """The files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls) -> RunDirectory:
+        """Make the private directory of a new run; its name sorts by time."""
+        root = private_directory((node_local() if is_network_path(home()) else home()) / "runs")
+        run_id = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(4)
+        path = root / run_id
+        path.mkdir(mode=0o700)
+        return cls(path)
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run."""
+        return self.path.name
+
+    def rank_file(self, rank: int, suffix: str) -> Path:
+        """``rank_<r>.<suffix>``."""
+        return self.path / f"rank_{rank}.{suffix}"
+
+    def write_private(self, name: str, text: str) -> Path:
+        """Write a file that only this user can read, by temporary name and rename."""
+        path = self.path / name
+        temporary = self.path / f".{name}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+        return path
+
+    def write_record(self, record: RunRecord) -> None:
+        """Replace ``run.json``."""
+        self.write_private(_RECORD_FILE, json.dumps(asdict(record), indent=1))
+
+    def update_record(self, **changes: Any) -> RunRecord:
+        """Change fields of ``run.json``; one writer at a time (see the module)."""
+        record = replace(self.read_record(), **changes)
+        self.write_record(record)
+        return record
+
+    def read_record(self) -> RunRecord:
+        """Read ``run.json``.
+
+        Raises:
+            FileNotFoundError: No run was recorded here.
+            ValueError: It is not a record of this version.
+        """
+        try:
+            values = json.loads((self.path / _RECORD_FILE).read_text())
+            values["state"] = RunState(values["state"])
+            for owner in ("kernel", "launcher"):
+                values[owner] = ProcessId(**values[owner]) if values[owner] else None
+            return RunRecord(**values)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            msg = f"{self.path / _RECORD_FILE} is not the record of a run: {error}"
+            raise ValueError(msg) from error
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the run's launcher to stop it, from any process of this user."""
+        self.write_private(_STOP_FILE, reason)
+
+    def stop_requested(self) -> str | None:
+        """The reason given to ``request_stop``, else None."""
+        try:
+            return (self.path / _STOP_FILE).read_text()
+        except FileNotFoundError:
+            return None
+
+    def settle(self) -> RunDirectory:
+        """Move a run that has ended home from the node-local directory; returns where it is now."""
+        final = private_directory(home() / "runs") / self.run_id
+        if final != self.path:
+            shutil.move(self.path, final)
+        return RunDirectory(final)
+
+
+def all_runs() -> Iterator[tuple[RunDirectory, RunRecord]]:
+    """Every readable run of this user on this machine, newest first."""
+    roots = {home() / "runs", node_local() / "runs"}
+    paths = [path for root in roots if root.is_dir() for path in root.iterdir()]
+    for path in sorted(paths, key=lambda path: path.name, reverse=True):
+        directory = RunDirectory(path)
+        try:
+            record = directory.read_record()
+        except (OSError, ValueError):  # another process is making or deleting it, or it is no run
+            continue
+        yield directory, record
+
+
+def find_run(wanted: str) -> tuple[RunDirectory, RunRecord]:
+    """The newest run with this name, id or beginning of an id.
+
+    Raises:
+        LookupError: There is none.
+    """
+    for directory, record in all_runs():
+        if wanted in (record.name, record.run_id) or (wanted and record.run_id.startswith(wanted)):
+            return directory, record
+    msg = f"no run is called {wanted!r}: `%air runs` lists them"
+    raise LookupError(msg)
+
+
+def make_run_name() -> str:
+    """A readable name such as ``calm-otter-41``."""
+    return f"{secrets.choice(_ADJECTIVES)}-{secrets.choice(_ANIMALS)}-{secrets.randbelow(90) + 10}"

@@ -1,0 +1,57 @@
+"""Old run directories go: at most 50 runs, 30 days, 5 GiB, never a live one."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from air_nb.protocol.messages import RunState
+from air_nb.runs.directory import all_runs
+
+__all__ = ["close_dead_runs", "prune"]
+
+_MAX_RUNS = 50
+_MAX_AGE_S = 30 * 24 * 3600.0
+_MAX_BYTES = 5 * 2**30
+
+
+def close_dead_runs() -> None:
+    """Record as KILLED the runs whose launcher died before it could say how they ended."""
+    for directory, record in all_runs():
+        if not record.state.is_final and not record.is_live:
+            directory.update_record(
+                state=RunState.KILLED, ended_at=time.time(), reason="its kernel and launcher died before it ended"
+            )
+
+
+def prune(
+    *, max_runs: int = _MAX_RUNS, max_age_s: float = _MAX_AGE_S, max_bytes: int = _MAX_BYTES
+) -> list[str]:
+    """Delete the oldest run directories beyond the limits.
+
+    Returns:
+        Ids of the deleted runs.
+    """
+    deleted = []
+    kept = total = 0
+    oldest = time.time() - max_age_s
+    for directory, record in all_runs():
+        if record.is_live:
+            continue
+        kept += 1
+        total += _size_bytes(directory.path)
+        if kept > max_runs or total > max_bytes or record.created_at < oldest:
+            shutil.rmtree(directory.path, ignore_errors=True)  # another kernel may be pruning too
+            deleted.append(record.run_id)
+    return deleted
+
+
+def _size_bytes(path: Path) -> int:
+    total = 0
+    for file in path.rglob("*"):
+        try:
+            total += file.lstat().st_size
+        except FileNotFoundError:
+            continue
+    return total

@@ -1,0 +1,107 @@
+"""What a cell or function calls on a rank; under torchrun and in a single process it works as well.
+
+Runs in the ranks, on the caller's thread, and reads only the environment that torchrun and air_nb set.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+__all__ = [
+    "checkpoint_root",
+    "device",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "run_id",
+]
+
+
+def get_rank() -> int:
+    """Global rank; 0 outside a distributed run."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def get_local_rank() -> int:
+    """Rank on this node, the index of this rank's GPU; 0 outside a distributed run."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_size() -> int:
+    """Number of ranks; 1 outside a distributed run."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def get_local_world_size() -> int:
+    """Number of ranks on this node; 1 outside a distributed run."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def get_node_rank() -> int:
+    """Index of this node; 0 outside a distributed run."""
+    return int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0")))
+
+
+def device() -> torch.device:
+    """The device of this rank: ``cuda:<local rank>``, or ``cpu`` for CPU ranks and where there is no GPU."""
+    import torch  # noqa: PLC0415 - this module is cheap to import
+
+    if os.environ.get("AIR_NB_DEVICE") != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", get_local_rank())
+    return torch.device("cpu")
+
+
+def init_process_group(timeout: timedelta | None = None) -> torch.device:
+    """Bind this rank's device and initialise the default process group. Collective: every rank calls.
+
+    The backend is ``cpu:gloo,cuda:nccl`` on GPUs, so that CPU tensors (asynchronous checkpoints) work too, and gloo on the
+    CPU. Does nothing if the group is there already. A cell's group is destroyed when the cell ends; plain
+    ``torch.distributed.init_process_group("nccl")`` works just as well.
+
+    Args:
+        timeout: Time limit of collectives; None is torch's default.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        RuntimeError: Outside a distributed run with torchrun's variables missing, or the ranks did not meet in time.
+    """
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    chosen = device()
+    if dist.is_initialized():
+        return chosen
+    if "MASTER_ADDR" not in os.environ:
+        msg = "init_process_group() needs the variables that torchrun and %%distributed set (MASTER_ADDR, RANK, WORLD_SIZE)"
+        raise RuntimeError(msg)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=chosen)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    return chosen
+
+
+def run_id() -> str | None:
+    """Id of the air_nb run, as in ``%air runs``; None outside one."""
+    return os.environ.get("AIR_NB_RUN_ID")
+
+
+def checkpoint_root() -> Path:
+    """Where this run's checkpoints belong: ``AIR_NB_CHECKPOINT_ROOT``, else ``<cwd>/checkpoints/<run name>``."""
+    chosen = os.environ.get("AIR_NB_CHECKPOINT_ROOT")
+    if chosen:
+        return Path(chosen)
+    return Path.cwd() / "checkpoints" / os.environ.get("AIR_NB_RUN_NAME", "default")

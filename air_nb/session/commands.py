@@ -1,0 +1,100 @@
+"""What ``%air`` answers: status, gpus, runs, logs, stop. Text in, text out; the magic prints it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from air_nb.monitor.table import gpu_table
+from air_nb.runs.directory import RunRecord, all_runs, find_run
+from air_nb.runs.logs import read_tail
+from air_nb.runs.retention import close_dead_runs
+
+if TYPE_CHECKING:
+    from air_nb.session.session import Session
+
+__all__ = ["gpus_text", "logs_text", "runs_text", "status_text", "stop_run"]
+
+_STOP_WAIT_S = 12.0
+
+
+def gpus_text(session: Session) -> str:
+    """The GPUs and who holds them; ranks of live runs by name."""
+    return gpu_table(session.sampler.sample(), _labels_by_pid())
+
+
+def status_text(session: Session) -> str:
+    """The launcher and the live runs of this user."""
+    launcher = session.launcher
+    if launcher is None or not launcher.is_alive:
+        lines = ["launcher: not running; the next run starts it"]
+    elif launcher.ready is None:
+        lines = [f"launcher: warming up (pid {launcher.pid})"]
+    else:
+        lines = [f"launcher: warm (pid {launcher.pid}, took {launcher.ready.warm_s:.1f} s)"]
+    live = [record for _, record in all_runs() if record.is_live]
+    lines += [f"live runs: {len(live) or 'none'}", *(f"  {_line(record)}" for record in live)]
+    return "\n".join(lines)
+
+
+def runs_text() -> str:
+    """All runs, newest first."""
+    close_dead_runs()
+    lines = [_line(record) for _, record in all_runs()]
+    return "\n".join(lines) or "no runs yet"
+
+
+def _line(record: RunRecord) -> str:
+    end = record.ended_at or time.time()
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created_at))
+    ranks = f"{record.nproc} {record.device} rank{'s' if record.nproc != 1 else ''}"
+    reason = f"  ({record.reason.splitlines()[-1]})" if record.reason else ""
+    return f"{record.name:<20} {record.state:<9} {started}  {end - record.created_at:8.1f} s  {ranks:<14} {record.run_id}{reason}"
+
+
+def logs_text(run: str, rank: int | None, tail: int | None) -> str:
+    """Output of a run, of one rank or of all; the last ``tail`` lines of each, or everything.
+
+    Raises:
+        LookupError: There is no such run or rank.
+    """
+    directory, record = find_run(run)
+    if rank is not None and not 0 <= rank < record.nproc:
+        msg = f"run {record.name} has ranks 0 to {record.nproc - 1}"
+        raise LookupError(msg)
+    ranks = range(record.nproc) if rank is None else [rank]
+    parts = []
+    for number in ranks:
+        text = read_tail(directory, number, tail)
+        if rank is None:
+            parts.append(f"--- rank {number} ({directory.rank_file(number, 'out')})\n")
+        parts.append(text if not text or text.endswith("\n") else text + "\n")
+    return "".join(parts)
+
+
+def stop_run(run: str) -> str:
+    """Ask for a run's stop, whoever launched it, and wait until it is done, so that the answer is true.
+
+    Raises:
+        LookupError: There is no such run.
+    """
+    directory, record = find_run(run)
+    if not record.is_live:
+        return f"run {record.name} has ended already: {record.state}"
+    directory.request_stop("%air stop")
+    end = time.monotonic() + _STOP_WAIT_S
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        _, record = find_run(record.run_id)
+        if record.state.is_final:
+            return f"run {record.name} was stopped"
+    return f"run {record.name} was asked to stop and has not ended after {_STOP_WAIT_S:g} s: see %air runs"
+
+
+def _labels_by_pid() -> dict[int, str]:
+    return {
+        pid: f"rank {rank} of run {record.name}"
+        for _, record in all_runs()
+        if record.is_live
+        for rank, pid in enumerate(record.pids)
+    }

@@ -1,0 +1,75 @@
+"""The output of one run in one cell: model and drawing together. All calls come from the thread that waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from air_nb.protocol.events import RankEvent
+from air_nb.view.draw import Drawer, Front, pin_thread_to_cell
+from air_nb.view.model import CellModel, OutputMode
+
+__all__ = ["CellView"]
+
+
+class CellView:
+    """What one run shows.
+
+    Args:
+        ranks: How many ranks the run has.
+        mode: What to show of them.
+        run_name: Unique in the notebook; part of the display ids.
+        quiet: Streams only, no header and footer, the same output for the same cell on a loaded machine.
+        front: Where the output goes (``detect_front()`` in the thread that calls).
+        log_dir: Where the log files are, named where lines are left out.
+    """
+
+    def __init__(
+        self, ranks: int, mode: OutputMode, run_name: str, *, quiet: bool, front: Front, log_dir: Path | None = None
+    ) -> None:
+        self._model = CellModel(
+            ranks,
+            mode,
+            quiet=quiet,
+            live_bars=front.live_bars,
+            max_lines=2_000 if front.stored else None,
+            tty=front.tty,
+            run_name=run_name,
+            directory="" if log_dir is None else str(log_dir),
+        )
+        self._drawer = Drawer(front)
+
+    def start(self, header: str) -> None:
+        """Show the header; what this thread draws belongs to this cell from now on."""
+        pin_thread_to_cell()
+        self.header(header)
+
+    def header(self, text: str) -> None:
+        """Change the header, in place where that is possible (else nothing: the first one stays)."""
+        self._drawer.draw(self._model.header(text, time.monotonic()))
+
+    def feed(self, events: Iterable[RankEvent]) -> None:
+        """Take what the ranks made, in the order of each rank."""
+        now = time.monotonic()
+        for event in events:
+            self._drawer.hold(self._model.feed(event, now))
+        self._drawer.draw(())
+
+    def tick(self) -> None:
+        """Do what is due; call it after ``timeout()`` seconds without events."""
+        self._drawer.draw(self._model.tick(time.monotonic()))
+
+    def timeout(self) -> float | None:
+        """Seconds until ``tick`` is needed (never negative), None if only events can change anything."""
+        now = time.monotonic()
+        due = self._model.next_deadline(now)
+        times = [None if due is None else max(due - now, 0.0), self._drawer.timeout()]
+        return min((seconds for seconds in times if seconds is not None), default=None)
+
+    def finish(self, footer: str = "") -> None:
+        """Show everything that is still held back, then the footer. Everything is flushed when this returns."""
+        self._drawer.hold(self._model.finish(time.monotonic()))
+        if footer:
+            self._drawer.hold(self._model.footer(footer, time.monotonic()))
+        self._drawer.close()

@@ -1,0 +1,1 @@
+"""What tests share: a real kernel to drive."""
