@@ -8,6 +8,7 @@ it is a thread because the main one may hang in the driver.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -43,10 +44,8 @@ def exit_with_parent(pid: int, ticks: int, stdin: int) -> None:
     """
     watched = select.poll()
     watched.register(stdin, 0)  # no event but the hang-up, which poll(2) always reports
-    try:
+    with contextlib.suppress(ProcessLookupError):
         watched.register(os.pidfd_open(pid), select.POLLIN)
-    except ProcessLookupError:
-        os._exit(0)
     if start_ticks(pid) != ticks:
         os._exit(0)
     threading.Thread(target=_exit_after, args=(watched,), name="air_nb-sampler-lifeline", daemon=True).start()

@@ -119,7 +119,9 @@ class GpuLocks:
         """UUIDs of the GPUs that are locked now, by this process too, and the text of who holds each."""
         held = {}
         for path in sorted(self._directory.glob(f"{_PREFIX}*{_SUFFIX}")):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(
+                OSError
+            ):  # not ours, or a link: `acquire` refuses such a directory with its reason
                 descriptor = _open(path, os.O_RDWR)
                 try:
                     if not _try_lock(descriptor, fcntl.LOCK_SH):

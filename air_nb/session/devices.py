@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from air_nb.errors import DeviceError
 from air_nb.monitor.choose import choose_gpus
-from air_nb.monitor.locks import GpuLocks
+from air_nb.monitor.locks import GpuLocks, default_lock_directory
 from air_nb.monitor.reserve import reserve_gpus
+from air_nb.monitor.sample import DriverState
 from air_nb.monitor.visible import visible_gpus
-from air_nb.runs.paths import node_local
 from air_nb.topology import Topology
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ DEVICE_VARIABLE = "AIR_NB_DEVICE"
 """``cpu`` in the kernel's environment makes ``--gpus N`` mean N CPU ranks; in a rank it says what was chosen."""
 
 _CPU_RANKS = 2
+_DRIVER_TIMEOUT_S = 30.0  # without persistence mode the first call initialises every GPU, a second or more each
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,23 @@ def place(options: RunOptions, sampler: Sampler, owner: str) -> Placement:
     """
     if options.device == "cpu" or os.environ.get(DEVICE_VARIABLE) == "cpu":
         return _on_cpu(options)
-    report = sampler.sample()
-    if _wants_no_gpu(options, report):
+    report = sampler.sample(_DRIVER_TIMEOUT_S)
+    if _may_use_cpu(options, report):
         return _on_cpu(options, note="no GPU found")
-    return _on_gpus(options, report, owner)
+    try:
+        return _on_gpus(options, report, owner)
+    except ValueError as error:  # a type that is none, such as --gpu-type fast
+        raise DeviceError(str(error)) from None
 
 
-def _wants_no_gpu(options: RunOptions, report: GpuReport) -> bool:
+def _may_use_cpu(options: RunOptions, report: GpuReport) -> bool:
+    """Whether there certainly is no GPU and none was asked for. A driver that does not answer is no reason."""
     asked = options.gpus is not None or options.gpu_ids is not None or options.gpu_type is not None
-    return options.device == "auto" and not asked and not visible_gpus(report, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if options.device != "auto" or asked:
+        return False
+    if report.driver_state in (DriverState.NO_LIBRARY, DriverState.NO_DRIVER):
+        return True
+    return report.driver_state == DriverState.OK and not visible_gpus(report, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def _on_cpu(options: RunOptions, note: str = "") -> Placement:
@@ -94,7 +103,7 @@ def _on_gpus(options: RunOptions, report: GpuReport, owner: str) -> Placement:
             taken=taken,
         )
 
-    chosen, held = reserve_gpus(choose, GpuLocks(node_local()), owner)
+    chosen, held = reserve_gpus(choose, GpuLocks(default_lock_directory()), owner)
     uuids = tuple(gpu.uuid for gpu in chosen if gpu.uuid is not None)
     labels = tuple(f"GPU {gpu.index}" for gpu in chosen)
     return Placement(Topology(len(chosen), "cuda", uuids, labels), held)

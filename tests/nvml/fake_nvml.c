@@ -10,7 +10,9 @@
  *   driver 570.86.15              version of the driver
  *   init_error CODE               nvmlInit fails with this nvmlReturn_t (9 driver not loaded, 18 version mismatch)
  *   init_slow_ms MS               nvmlInit sleeps first (a driver without persistence mode takes seconds)
+ *   say TEXT                      nvmlInit prints this on stdout
  *   count N                       number of GPUs (at most 16)
+ *   count_error CODE              asking for that number fails
  *   name TEXT                     name of all GPUs
  *   gpu I name TEXT               name of one GPU
  *   gpu I FIELD VALUE             util (percent), used / total / reserved (MiB), temp (Celsius), power / limit (mW), mig (0 or 1)
@@ -60,8 +62,8 @@ typedef struct {
 } gpu;
 
 typedef struct {
-    char driver[NAME_SIZE];
-    long long init_error, init_slow_ms;
+    char driver[NAME_SIZE], say[NAME_SIZE];
+    long long init_error, init_slow_ms, count_error;
     unsigned count;
     gpu gpus[MAX_GPUS];
 } machine;
@@ -136,8 +138,10 @@ static int read_line(machine *m, const char *line) {
     long long mib;
     if (!*line || *line == '#') return 1;
     if (sscanf(line, "count %u", &i) == 1) return (m->count = i) <= MAX_GPUS;
+    if (sscanf(line, "count_error %lld", &m->count_error) == 1) return 1;
     if (sscanf(line, "init_error %lld", &m->init_error) == 1) return 1;
     if (sscanf(line, "init_slow_ms %lld", &m->init_slow_ms) == 1) return 1;
+    if (!strncmp(line, "say ", 4)) return snprintf(m->say, sizeof m->say, "%s", line + 4) > 0;
     if (!strncmp(line, "driver ", 7)) return snprintf(m->driver, sizeof m->driver, "%s", line + 7) > 0;
     if (!strncmp(line, "name ", 5)) {
         for (i = 0; i < MAX_GPUS; i++) snprintf(m->gpus[i].name, NAME_SIZE, "%s", line + 5);
@@ -210,6 +214,10 @@ EXPORT int nvmlInitWithFlags(unsigned flags) {
     machine m = current();
     (void)flags;
     sleep_ms(m.init_slow_ms);
+    if (*m.say) {
+        puts(m.say);
+        fflush(stdout);
+    }
     if (m.init_error) return (int)m.init_error;
     initialized = 1;
     return OK;
@@ -245,6 +253,7 @@ EXPORT int nvmlSystemGetDriverVersion(char *out, unsigned size) {
 EXPORT int nvmlDeviceGetCount_v2(unsigned *out) {
     machine m = current();
     if (!initialized) return UNINITIALIZED;
+    if (m.count_error) return (int)m.count_error;
     *out = m.count;
     return OK;
 }

@@ -79,6 +79,11 @@ def test_memory_of_processes_counts_where_the_driver_tells_no_total():
     ) == [1]
 
 
+def test_the_larger_of_two_contradicting_counts_decides():
+    seen = report(replace(busy(0), memory_used_bytes=4 << 20), replace(idle(1), memory_used_bytes=GIB))
+    assert choose(seen, gpus=1) == [1]
+
+
 def test_unknown_is_not_idle():
     unknown = replace(idle(0), memory_used_bytes=None, utilization_percent=None)
     assert choose(report(unknown, busy(1)), gpus=1) == [1]

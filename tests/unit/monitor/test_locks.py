@@ -175,6 +175,15 @@ def test_a_directory_that_another_user_may_have_made_is_refused(locks, directory
         locks.acquire(["GPU-1"], "run a")
 
 
+def test_a_link_among_the_locks_is_no_lock(locks, directory, tmp_path):
+    directory.mkdir()
+    (directory / "gpu-GPU-1.lock").symlink_to(tmp_path / "elsewhere")
+    assert locks.held_uuids() == {}
+    with pytest.raises(OSError, match="symbolic links"):
+        locks.acquire(["GPU-1"], "run a")
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_a_uuid_is_no_path(locks):
     with pytest.raises(ValueError, match="is no UUID"):
         locks.acquire(["../GPU-1"], "run a")

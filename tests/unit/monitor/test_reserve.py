@@ -51,6 +51,21 @@ def test_a_gpu_that_goes_between_the_look_and_the_lock_is_left_out(locks):
         assert [gpu.index for gpu in chosen] == [0, 2]
 
 
+class Forgetful(GpuLocks):
+    """As if every holder let go between the refusal and the next look."""
+
+    def held_uuids(self):
+        return {}
+
+
+def test_a_gpu_that_was_refused_once_is_not_tried_for_ever(tmp_path):
+    locks = Forgetful(tmp_path / "locks")
+    with locks.acquire(["GPU-0"], "run a"):
+        chosen, held = reserve_gpus(choosing(gpus=1), locks, "run b")
+        held.close()
+    assert [gpu.index for gpu in chosen] == [1]
+
+
 CONTENDER = """
 import sys
 sys.path.insert(0, sys.argv[1])

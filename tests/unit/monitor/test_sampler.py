@@ -35,7 +35,7 @@ def pid_of(sampler):
 
 def gone(pid):
     """Whether the process ends; a zombie has."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LONG_S
     while time.monotonic() < deadline:
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -187,6 +187,21 @@ def test_a_driver_updated_under_the_running_one_keeps_the_last_good_sample(fake_
     assert sampler.sample(LONG_S).driver_state is DriverState.OK
 
 
+def test_a_driver_that_fails_as_a_whole_is_initialised_again(fake_nvml, sampler):
+    good = sampler.sample(LONG_S)
+    fake_nvml.describe("count_error 999")
+    report = sampler.sample(LONG_S)
+    assert (report.driver_state, report.reason) == (DriverState.ERROR, "NVML failed: Unknown Error")
+    assert (report.gpus, report.at) == (good.gpus, good.at)
+    fake_nvml.describe()
+    assert sampler.sample(LONG_S).driver_state is DriverState.OK
+
+
+def test_what_the_drivers_library_prints_does_not_garble_the_report(fake_nvml, sampler):
+    fake_nvml.describe("say {this is no report")
+    assert sampler.sample(LONG_S).driver_state is DriverState.OK
+
+
 def test_a_killed_sampling_process_is_replaced_at_the_next_sample(fake_nvml, sampler):
     sampler.sample(LONG_S)
     first = pid_of(sampler)
@@ -282,10 +297,23 @@ def test_the_process_dies_with_a_killed_kernel_while_it_hangs_in_the_driver(fake
         assert gone(sampling)
 
 
-def test_a_forked_child_that_closes_the_sampler_leaves_the_parents_process_alone(fake_nvml):
+def test_the_process_ends_with_its_pipe_though_it_hangs_in_the_driver(fake_nvml, sampler):
+    fake_nvml.describe("init_slow_ms 3600000")
+    sampler.sample(0.3)
+    process = sampler._process
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), process._requests)
+    assert gone(process.popen.pid)
+
+
+def test_a_forked_child_holds_no_pipe_and_can_close_the_sampler_without_harm(fake_nvml):
     fork = """
+pipe = os.fstat(sampler._process._requests)
 child = os.fork()
-if not child: sampler.close(); os._exit(0)
+if not child:
+    held = [os.fstat(int(fd)).st_ino for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    sampler.close()
+    os._exit(pipe.st_ino in held)
 assert os.waitpid(child, 0)[1] == 0
 print(sampler.sample(30).driver_state, process.poll(), flush=True)
 """
