@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from air_nb.protocol.events import RankEvent
-from air_nb.view.draw import Drawer, Front, pin_thread_to_cell
+from air_nb.view.draw import Drawer, Front
 from air_nb.view.model import CellModel, OutputMode
 
 __all__ = ["CellView"]
@@ -41,8 +41,7 @@ class CellView:
         self._drawer = Drawer(front)
 
     def start(self, header: str) -> None:
-        """Show the header; what this thread draws belongs to this cell from now on."""
-        pin_thread_to_cell()
+        """Show the header."""
         self.header(header)
 
     def header(self, text: str) -> None:
@@ -51,10 +50,7 @@ class CellView:
 
     def feed(self, events: Iterable[RankEvent]) -> None:
         """Take what the ranks made, in the order of each rank."""
-        now = time.monotonic()
-        for event in events:
-            self._drawer.hold(self._model.feed(event, now))
-        self._drawer.draw(())
+        self._drawer.draw(self._model.feed_all(events, time.monotonic()))
 
     def tick(self) -> None:
         """Do what is due; call it after ``timeout()`` seconds without events."""

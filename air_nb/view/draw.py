@@ -17,7 +17,7 @@ from typing import Any, Literal, TextIO, assert_never
 from air_nb.protocol.events import StreamName
 from air_nb.view.actions import Action, Clear, Print, Show, Update
 
-__all__ = ["Drawer", "Front", "detect_front"]
+__all__ = ["Drawer", "Front", "detect_front", "pin_thread_to_cell"]
 
 BATCH_S = 0.05
 
@@ -121,10 +121,9 @@ class Drawer:
         if isinstance(action, Clear) and not action.wait:
             self._waiting = [action]
             return
-        if isinstance(action, Clear):
-            # The output of an animation that is cleared again before it was drawn need not be drawn.
-            clears: list[Action] = [waiting for waiting in self._waiting if isinstance(waiting, Clear)]
-            self._waiting = clears[:1]
+        if isinstance(action, Print | Show) and self._waiting and isinstance(self._waiting[-1], Clear):
+            # What an animation clears again before it was drawn need not be drawn.
+            del self._waiting[:-1]
         if isinstance(action, Update):
             for index, waiting in enumerate(self._waiting):
                 if isinstance(waiting, Show | Update) and waiting.key == action.key:

@@ -15,7 +15,7 @@ Pure: no clock, no IPython, no files. Events go in with the time at which they w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, assert_never
 
 from air_nb.protocol.events import RankEnded, RankEvent, Rich, StreamName, Text
@@ -122,23 +122,28 @@ class CellModel:
         return self._headline("footer", text, now)
 
     def feed(self, event: RankEvent, now: float) -> list[Action]:
-        """Take one event.
+        """Take one event."""
+        return self.feed_all((event,), now)
+
+    def feed_all(self, events: Iterable[RankEvent], now: float) -> list[Action]:
+        """Take what was read together: equal lines then fold however many came at once.
 
         ``clear_output`` of a rank empties the cell if it is the only one shown; else only what is unfinished of that
         rank (and, with tabs, its section), because the rest of the cell is not its own.
         """
         self._now = now
-        if self._mode == "none" or (self._mode == "rank0" and event.rank != 0):
-            return []
-        match event:
-            case Text():
-                self._text(event, now)
-            case Rich():
-                self._rich(event, now)
-            case RankEnded():
-                self._end(event.rank, now)
-            case _:
-                assert_never(event)
+        for event in events:
+            if self._mode == "none" or (self._mode == "rank0" and event.rank != 0):
+                continue
+            match event:
+                case Text():
+                    self._text(event, now)
+                case Rich():
+                    self._rich(event, now)
+                case RankEnded():
+                    self._end(event.rank)
+                case _:
+                    assert_never(event)
         return self._take(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -165,7 +170,7 @@ class CellModel:
         self._now = now
         if self._mode != "none":
             for rank in range(len(self._sources)):
-                self._end(rank, now)
+                self._end(rank)
         actions = self._take(now)
         if self._tabs is not None:
             actions += self._tabs.finish()
@@ -224,8 +229,7 @@ class CellModel:
         else:
             self._release(Released((event.rank,), (item,)))
 
-    def _end(self, rank: int, now: float) -> None:
-        del now
+    def _end(self, rank: int) -> None:
         for source in self._sources[rank].values():
             bar = source.buffer.drawing
             self._push(source, source.buffer.close(), bar=bar)

@@ -92,8 +92,10 @@ class LineBuffer:
     def settle(self) -> list[str]:
         """Finish the rows above the cursor: it has not come back up to them."""
         done = [row.text.rstrip() for row in self._rows[: self._row] if row.text.strip()]
-        # What is below a finished line was left there by a bar that moved up; a terminal would write over it.
-        del self._rows[: None if self._line_start else self._row]
+        del self._rows[: self._row]
+        if self._line_start:
+            # What is below a finished line was left there by a bar that moved up; a terminal would write over it.
+            self._rows = [row for row in self._rows if not row.bar]
         self._row = 0
         self._rest(None)
         return done

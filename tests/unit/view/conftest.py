@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ class Cell:
     def __init__(self, ranks=2, mode="merged", *, quiet=False, live=True, **options):
         self.model = CellModel(ranks, mode, quiet=quiet, live_bars=live, **options)
         self.now = 100.0
-        self.outputs: list[list] = []
+        self.outputs: list[list[Any]] = []
         self.actions: list[Action] = []
         self._clearing = False
 
@@ -29,7 +30,7 @@ class Cell:
     def out(self, rank: int, text: str, stream="stdout") -> Cell:
         return self.feed(Text(rank, stream, text))
 
-    def rich(self, rank: int, data: dict, kind="display_data", display_id=None, **more) -> Cell:
+    def rich(self, rank: int, data: dict[str, Any], kind="display_data", display_id=None, **more) -> Cell:
         return self.feed(Rich(rank, kind, data, {}, display_id, **more))
 
     def wait(self, seconds: float) -> Cell:
@@ -96,6 +97,6 @@ class Cell:
         return [action for action in self.actions if isinstance(action, Print)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_cell() -> Callable[..., Cell]:
     return Cell

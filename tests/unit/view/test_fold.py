@@ -20,7 +20,7 @@ def released(folder: Folder, now=0.0) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "text"),
+    "ranks, text",
     [((3,), "[3]"), ((0, 1), "[0-1]"), (tuple(range(8)), "[0-7]"), ((0, 2, 3), "[0,2-3]"), ((1, 3, 5), "[1,3,5]")],
 )
 def test_label(ranks, text):

@@ -102,7 +102,11 @@ def test_nothing_is_lost_and_each_ranks_order_is_kept(make_cell, texts, random, 
             cell.wait(random.choice([0.001, 0.1, 0.2]))
     cell.finish()
     for rank, text in enumerate(texts):
-        assert lines_of(rank, cell.text.split("\n")[:-1], len(texts)) == text.split("\n")[:-1]
+        shown = lines_of(rank, cell.text.split("\n")[:-1], len(texts))
+        if live or quiet:
+            assert shown == text.split("\n")[:-1]
+        else:  # a line that is long in coming is shown in pieces
+            assert "".join(shown) == text.replace("\n", "")
 
 
 @settings(deadline=None)
@@ -122,7 +126,9 @@ def test_quiet_output_does_not_depend_on_interleaving_when_all_ranks_print_the_s
 @given(_texts, st.randoms(use_true_random=False))
 def test_quiet_output_does_not_depend_on_interleaving_when_ranks_differ(make_cell, texts, random):
     def run(events):
-        cell = make_cell(len(texts), quiet=True).feed(*events)
+        cell = make_cell(len(texts), quiet=True)
+        for event in events:
+            cell.feed(event).wait(random.choice([0, 0.3]))
         return cell.finish().text
 
     in_order = [Text(rank, "stdout", text) for rank, text in enumerate(texts)]
@@ -168,7 +174,7 @@ def test_single_rank_shows_text_as_it_comes(make_cell, live):
     cell = make_cell(1, live=live).out(0, "loading")
     assert cell.actions == [Print("stdout", "loading")]
     cell.out(0, "... done\nwarn", "stdout").out(0, "ing\n", "stderr")
-    assert [output for output in cell.outputs] == [["stdout", "loading... done\nwarn"], ["stderr", "ing\n"]]
+    assert cell.outputs == [["stdout", "loading... done\nwarn"], ["stderr", "ing\n"]]
 
 
 def test_single_rank_on_a_terminal_passes_everything_through(make_cell):
@@ -255,8 +261,8 @@ def test_live_bars_are_one_line_per_rank_folded_when_equal_and_not_too_often(mak
 def test_finished_bar_does_not_vanish_while_it_waits_for_the_others(make_cell):
     cell = make_cell(2).out(0, "\r 50%", "stderr").out(1, "\r 10%", "stderr").wait(0.2)
     cell.out(0, "\r100%\n", "stderr").out(0, "next\n")
-    for _ in range(30):
-        cell.wait(0.01)
+    for step in range(30):
+        cell.out(1, f"\r {step}%", "stderr").wait(0.01)
         assert "[0] 50%" in cell.text.replace("  ", " ") or "[0] 100%" in cell.text
 
 
@@ -283,10 +289,7 @@ def test_windows_line_ends_are_lines_and_no_bars(make_cell):
     cell = make_cell(2)
     for rank in range(2):
         cell.out(rank, "a\r").out(rank, "\nb\r\n")
-    assert (
-        cell.actions == [Print("stdout", "[0-1] a\n"), Print("stdout", "[0-1] b\n")]
-        or cell.text == "[0-1] a\n[0-1] b\n"
-    )
+    assert cell.text == "[0-1] a\n[0-1] b\n"
     assert all(isinstance(action, Print) for action in cell.actions)
 
 
@@ -299,7 +302,7 @@ def numbered(count: int, width=0) -> str:
 
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("chunk", [1 << 10, 1 << 30])
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "merged"), (2, "merged"), (2, "all"), (3, "rank0")])
+@pytest.mark.parametrize("ranks, mode", [(1, "merged"), (2, "merged"), (2, "all"), (3, "rank0")])
 def test_long_output_is_kept_as_head_and_tail_with_a_count_between(make_cell, live, chunk, ranks, mode):
     cell = make_cell(ranks, mode, live=live)
     text = numbered(50_000)
@@ -338,6 +341,7 @@ def test_below_the_cap_nothing_is_left_out_whatever_the_bars_do(make_cell):
         cell.out(0, f"\rbar {index}", "stderr").out(0, "y" * 100 + f" line {index}\n").wait(0.03)
     cell.out(0, "\n", "stderr").finish()
     assert [line.split()[-1] for line in cell.lines if "line" in line] == [str(index) for index in range(900)]
+    assert max(len(data["text/plain"]) for key, data in cell.outputs if key not in ("stdout", "stderr")) < 1 << 16
 
 
 def test_terminal_has_no_cap(make_cell):
@@ -565,7 +569,7 @@ _event = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None)
 @given(
     st.lists(_event, max_size=30),
     st.sampled_from(["merged", "all", "rank0", "tabs", "none"]),
