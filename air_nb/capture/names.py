@@ -80,6 +80,11 @@ def select_names(reads: Iterable[str], namespace: Mapping[str, Any], *, hidden: 
 def _parse(source: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come again, once, when the cell runs
-        # Compiling finds what parsing does not: a return outside a function, a name both local and global.
-        compile(source, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-        return ast.parse(source, "<cell>")
+        try:
+            # Compiling finds what parsing does not: a return outside a function, a name both local and global.
+            compile(source, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+            return ast.parse(source, "<cell>")
+        except SyntaxError as error:
+            if error.text is None and error.lineno is not None:  # the compiler looks for the line in a file
+                error.text = source.splitlines()[error.lineno - 1]
+            raise

@@ -257,7 +257,10 @@ class Scope(ast.NodeVisitor):
         self.run(node.decorator_list)
         generic = self._generic(node)
         generic.run([*node.bases, *(keyword.value for keyword in node.keywords)])
-        generic.inside("class", node.body).run(node.body)
+        inner = generic.inside("class", node.body)
+        inner.run(node.body)
+        # The body has run by now: what it declared global and assigned is as certain as if it stood here.
+        self.bound = None if inner.bound is None or self.bound is None else self.bound | _globals(inner.bound)
         self.bind(node.name)
 
     def visit_TypeAlias(self, node: Any) -> None:
@@ -283,7 +286,7 @@ class Scope(ast.NodeVisitor):
             body: Its statements, for the names that they bind.
             names: That it has besides.
         """
-        bound = {name for name in self.bound or () if not name.startswith(".")}
+        bound = _globals(self.bound or set())
         scope = Scope(self.found, bound=bound, enclosing=self.local.union(names), body=body, kind=kind)
         if self.bound is None:
             scope.bound = None
@@ -333,6 +336,10 @@ def _agree(*ends: set[str] | None) -> set[str] | None:
     """Certain after several branches; one that can't be left (a raise, a return) has no say."""
     reachable = [end for end in ends if end is not None]
     return set.intersection(*reachable) if reachable else None
+
+
+def _globals(bound: set[str]) -> set[str]:
+    return {name for name in bound if not name.startswith(".")}
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[ast.arg]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from air_nb.protocol.bundle import Bundle
+from air_nb.protocol.by_value import COMPILED, REDUCERS, reduce_function
 from air_nb.protocol.marks import ShippedRegistry, main_globals_here, make_code, make_shipped, shipped_here
 from air_nb.protocol.refusals import OTHER, TOO_DEEP, Refusal, refusal_for
 from air_nb.protocol.tensors import StorageFreezer
@@ -81,6 +82,7 @@ class Freezer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self._handlers: dict[type, Callable[[Freezer, Any], Any]] = {
             types.CodeType: Freezer._reduce_code,
             _MainGlobals: Freezer._reduce_main_globals,
+            **dict.fromkeys(REDUCERS, Freezer._reduce_by_value),
         }
         # Unbound methods: the freezer is in no reference cycle, so that what its memo holds is freed with it.
         self._handlers |= dict.fromkeys(self._storages.kinds(), Freezer._reduce_storage)
@@ -143,6 +145,8 @@ class Freezer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         """A function or a class: by reference, by value, or as the key under which the kernel knows it."""
         if self._registry is not None and (key := self._registry.key_of(definition)) is not None:
             return shipped_here, (key,)
+        if isinstance(definition, types.FunctionType) and (rebuilt := self._reduce_decorated(definition)) is not None:
+            return rebuilt
         reduced = super().reducer_override(definition)
         if reduced is NotImplemented:
             _check_importable(sys.modules.get(definition.__module__))
@@ -155,6 +159,12 @@ class Freezer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.shipped[key] = definition
         return make_shipped, (key, constructor, *args), state, *rest
 
+    def _reduce_decorated(self, function: types.FunctionType) -> Any:
+        reduced = reduce_function(function)
+        if reduced is None and "_torchdynamo_orig_callable" in function.__dict__:
+            raise RefusedError(COMPILED)
+        return reduced
+
     def _drop_hidden(self, captured_globals: dict[str, Any]) -> None:
         for name in [name for name, value in captured_globals.items() if name in self._hidden]:
             if captured_globals[name] is self._hidden[name]:
@@ -166,6 +176,9 @@ class Freezer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.filenames.add(code.co_filename)
         _, args = self.dispatch_table[types.CodeType](code)
         return make_code, (code.co_filename, *args)
+
+    def _reduce_by_value(self, definition: object) -> Any:
+        return REDUCERS[type(definition)](definition)
 
     def _reduce_storage(self, storage: object) -> Any:
         return self._storages.reduce(storage)
@@ -198,10 +211,11 @@ _BY_VALUE_PARTS = 6
 
 def _check_importable(module: types.ModuleType | None) -> None:
     """Refuse what a rank would look for in a module that exists in this process only."""
-    package = sys.modules.get(module.__name__.partition(".")[0]) if module is not None else None
-    if package is None or package.__name__ in {"__main__", "__mp_main__"} or package.__spec__ is not None:
+    name = module.__name__.partition(".")[0] if module is not None else "__main__"
+    # What stands in for a module (some packages replace theirs) may have no __spec__; it was imported all the same.
+    if name in {"__main__", "__mp_main__"} or getattr(sys.modules.get(name), "__spec__", True) is not None:
         return
-    what = f"in the module `{package.__name__}`, which was made in this process and can't be imported elsewhere"
+    what = f"in the module `{name}`, which was made in this process and can't be imported elsewhere"
     raise RefusedError(Refusal(what, "Put it into a file beside the notebook, or define it in the notebook itself."))
 
 

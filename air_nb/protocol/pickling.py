@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from typing import TYPE_CHECKING, Any
 
 from air_nb.errors import CaptureError, Uncapturable
@@ -23,6 +24,7 @@ from air_nb.protocol import marks
 from air_nb.protocol.bundle import Bundle
 from air_nb.protocol.freezer import NOTHING, Freezer, LimitError, RefusedError, explain
 from air_nb.protocol.marks import ShippedRegistry
+from air_nb.protocol.tensors import rebuild_tensor_v3
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,6 +38,7 @@ def thaw(
     main_globals: dict[str, Any] | None = None,
     shipped: Mapping[str, object] = NOTHING,
     registry: ShippedRegistry | None = None,
+    may_import: bool = True,
 ) -> dict[str, Any]:
     """Rebuild the values of a bundle.
 
@@ -46,27 +49,34 @@ def thaw(
         main_globals: The globals of the cell. What notebook functions read is written into it. Not needed for results.
         shipped: In the kernel, the originals of what was shipped with this run.
         registry: On a rank, remembers what was shipped.
+        may_import: Whether modules that are not loaded here may be imported for it.
 
     Returns:
         Name to value, in the order of ``Freezer.add``.
 
     Raises:
+        UnpicklingError: A module would have to be imported and may not.
         Exception: Whatever rebuilding an object raises, with a note that names the variable.
     """
-    hooks: dict[str, Callable[..., object]] = {
-        marks.make_shipped.__name__: (registry or ShippedRegistry()).make,
-        marks.shipped_here.__name__: shipped.__getitem__,
+    hooks: dict[tuple[str, str], Callable[..., object]] = {
+        _key(marks.make_shipped): (registry or ShippedRegistry()).make,
+        _key(marks.shipped_here): shipped.__getitem__,
+        ("torch._utils", "_rebuild_tensor_v3"): rebuild_tensor_v3,
     }
     if main_globals is None:
-        return _load_all(_Thawer(bundle, hooks))
-    hooks[marks.main_globals_here.__name__] = lambda: main_globals
+        return _load_all(_Thawer(bundle, hooks, may_import=may_import))
+    hooks[_key(marks.main_globals_here)] = lambda: main_globals
     # cloudpickle sets it to a dict in the globals of each function; `__builtins__.print` works with the module only.
     builtins_before = main_globals.get("__builtins__")
     try:
-        return _load_all(_Thawer(bundle, hooks))
+        return _load_all(_Thawer(bundle, hooks, may_import=may_import))
     finally:
         if builtins_before is not None:
             main_globals["__builtins__"] = builtins_before
+
+
+def _key(mark: Callable[..., object]) -> tuple[str, str]:
+    return mark.__module__, mark.__name__
 
 
 def _load_all(thawer: _Thawer) -> dict[str, Any]:
@@ -107,18 +117,25 @@ def freeze_values(
 
 
 class _Thawer(pickle.Unpickler):
-    """Gives the three names below the meaning that they have in this process."""
+    """Gives some of the names in a pickle the meaning that they have in this process."""
 
-    def __init__(self, bundle: Bundle, hooks: Mapping[str, Callable[..., object]]) -> None:
+    def __init__(
+        self, bundle: Bundle, hooks: Mapping[tuple[str, str], Callable[..., object]], *, may_import: bool
+    ) -> None:
         self._reader = bundle.reader()
         super().__init__(self._reader, buffers=bundle.buffers)
         self._hooks = hooks
+        self._may_import = may_import
 
     @property
     def at_end(self) -> bool:
         return self._reader.at_end
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name == marks.__name__ and global_name in self._hooks:
-            return self._hooks[global_name]
+        if (module_name, global_name) in self._hooks:
+            return self._hooks[module_name, global_name]
+        if not self._may_import and module_name not in sys.modules:
+            raise pickle.UnpicklingError(
+                f"{module_name}.{global_name} is needed, and {module_name} is not imported here"
+            )
         return super().find_class(module_name, global_name)

@@ -41,6 +41,7 @@ class RankReport:
         message: Its text.
         traceback: Formatted on the rank, with the lines of the cell.
         exit_code: Code of ``sys.exit``, else None.
+        in_collective: Raised inside torch.distributed: likely because another rank is gone.
     """
 
     ok: bool
@@ -49,6 +50,7 @@ class RankReport:
     message: str = ""
     traceback: str = ""
     exit_code: int | None = None
+    in_collective: bool = False
 
     def encode(self) -> bytes:
         """JSON."""

@@ -16,9 +16,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-__all__ = ["StorageFreezer"]
+__all__ = ["StorageFreezer", "rebuild_tensor_v3"]
 
 
 class StorageFreezer:
@@ -81,3 +83,17 @@ def _rebuild_typed(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
     import torch
 
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def rebuild_tensor_v3(storage: Any, *arguments: Any) -> torch.Tensor:
+    """Stands in for ``torch._utils._rebuild_tensor_v3`` (float8 and other new dtypes) where a pickle is loaded.
+
+    torch pickles such a tensor with an untyped storage and rebuilds it from a typed one: its own storage pickle happens
+    to turn one into the other, ours does not.
+    """
+    import torch
+
+    if isinstance(storage, torch.UntypedStorage):
+        storage = _rebuild_typed(storage, torch.uint8)
+    rebuild: Callable[..., torch.Tensor] = torch._utils._rebuild_tensor_v3  # noqa: SLF001 - what the pickle names
+    return rebuild(storage, *arguments)
