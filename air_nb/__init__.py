@@ -19,13 +19,13 @@ __version__ = "0.1.0"
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """``%load_ext air_nb``: register the magics and warm the launcher in the background."""
-    from air_nb.magics import load  # noqa: PLC0415 - importing air_nb must be cheap, and work without IPython
+    from air_nb.magics import load  # importing air_nb must be cheap, and work without IPython
 
     load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """``%unload_ext air_nb``: end the launcher and everything below it."""
-    from air_nb.magics import unload  # noqa: PLC0415
+    from air_nb.magics import unload
 
     unload(shell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -49,12 +50,12 @@ class DistributedFunction(Generic[P, R]):
             RunTimeoutError: The time limit was reached.
             KeyboardInterrupt: It was interrupted; no process of it is left.
         """
-        inspect.signature(self.func).bind(*args, **kwargs)
+        labels = _positional_labels(self.func, args, kwargs)
         # Here, not at the top: `from air_nb import distributed` must be cheap.
-        from air_nb.protocol.names import FUNCTION, RESULT  # noqa: PLC0415
-        from air_nb.session import Launch, get_session  # noqa: PLC0415
+        from air_nb.protocol.names import FUNCTION, RESULT
+        from air_nb.session import Launch, get_session
 
-        positional = {f"argument {index + 1}": value for index, value in enumerate(args)}
+        positional = {f"argument {label}": value for label, value in zip(labels, args, strict=True)}
         keywords = {f"argument {name}": value for name, value in kwargs.items()}
         launch = Launch(
             kind="function",
@@ -68,15 +69,21 @@ class DistributedFunction(Generic[P, R]):
     def with_overrides(self, **overrides: Any) -> DistributedFunction[P, R]:
         """The same function with other options, by the names that ``distributed`` takes.
 
+        They win over what they contradict: ``nproc=2, device="cpu"`` over ``gpus=8, gpu_type="H100"``.
+
         Raises:
             TypeError: An unknown option.
             ValueError: An option out of range.
         """
-        return DistributedFunction(self.func, _options(overrides, self.options))
+        return DistributedFunction(self.func, _options(overrides, _without_contradicted(self.options, overrides)))
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *_args: P.args, **_kwargs: P.kwargs) -> R:
+        """Refuse: it would not be clear which of the two is meant."""
         name = self.func.__name__
-        msg = f"{name} is a distributed function: {name}.distributed(...) runs it on the ranks, {name}.func(...) runs it here"
+        msg = (
+            f"{name} is a distributed function: "
+            f"{name}.distributed(...) runs it on the ranks, {name}.func(...) runs it here"
+        )
         raise NotDistributedError(msg)
 
     def __repr__(self) -> str:
@@ -108,7 +115,7 @@ def distributed(
     env: Mapping[str, str] | None = None,
     output: str = "merged",
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
-def distributed(  # noqa: PLR0913 - the documented signature
+def distributed(
     gpus: Any = None,
     gpu_type: str | None = None,
     timeout: float | str | None = DECORATOR_TIMEOUT_S,
@@ -124,7 +131,8 @@ def distributed(  # noqa: PLR0913 - the documented signature
 ) -> Any:
     """Make a function run on many ranks, one process per GPU. With or without parentheses.
 
-    ``train.distributed(...)`` runs it on every rank and returns a list, index = rank; ``train.func(...)`` calls it here.
+    ``train.distributed(...)`` runs it on every rank and returns a list, index = rank; ``train.func(...)`` calls it
+    here.
 
     Args:
         gpus: Number of GPUs; None takes all visible ones, or 2 CPU ranks where there are none.
@@ -166,6 +174,8 @@ def distributed(  # noqa: PLR0913 - the documented signature
 
 
 _ALIASES = {"num_accelerators": "gpus", "accelerator_type": "gpu_type", "timeout": "timeout_s"}
+_WHICH_RANKS = ("gpus", "gpu_ids", "nproc", "num_accelerators")
+_COUNTS = {"gpus", "nproc", "num_accelerators"}
 _NOT_FOR_FUNCTIONS = {"inputs", "out", "pull"}
 
 
@@ -188,14 +198,48 @@ def _options(given: Mapping[str, Any], base: RunOptions) -> RunOptions:
     return replace(base, **changes)
 
 
+def _without_contradicted(options: RunOptions, overrides: Mapping[str, Any]) -> RunOptions:
+    if any(overrides.get(option) is not None for option in _WHICH_RANKS):
+        options = replace(options, gpus=None, gpu_ids=None, nproc=None)
+    return replace(options, gpu_type=None) if overrides.get("device") == "cpu" else options
+
+
 def _convert(option: str, value: Any) -> Any:
     if option == "timeout" and value is not None:
         return parse_timeout(value) if isinstance(value, str) else float(value)
+    if option in _COUNTS and value is not None:
+        try:
+            return operator.index(value)  # numpy's integers too
+        except TypeError:
+            msg = f"{option}={value!r}: give a whole number"
+            raise TypeError(msg) from None
     if option == "env":
         return {str(key): str(text) for key, text in (value or {}).items()}
     if option == "gpu_ids" and value is not None:
         return tuple(str(item) for item in value)
     return value
+
+
+def _positional_labels(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """What an error calls the positional arguments: by their parameters, ``rest[0]`` for those of ``*rest``.
+
+    Raises:
+        TypeError: The arguments don't fit the function's signature.
+    """
+    signature = inspect.signature(func)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        msg = f"{func.__name__}() {error}"
+        raise TypeError(msg) from None
+    labels: list[str] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            labels += [f"{name}[{index}]" for index in range(len(args) - len(labels))]
+        elif parameter.kind is not parameter.KEYWORD_ONLY:
+            # A keyword of **rest may have the name of a parameter that is positional only.
+            labels.append(f"{len(labels) + 1}" if name in kwargs else name)
+    return labels[: len(args)]
 
 
 def _source_of(func: Callable[..., Any]) -> str:

@@ -74,9 +74,17 @@ class CaptureError(AirNbError):
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of the frames of air_nb: the names tell which line is meant."""
+        return [f"\x1b[31m{type(self).__name__}\x1b[0m: nothing was started", *map(str, self.problems)]
+
 
 class LauncherError(AirNbError):
-    """The launcher process could not be started, or it died; the message says why and what to do."""
+    """No rank can be started, or the launcher process died; the message says why and what to do."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of the frames of air_nb."""
+        return f"\x1b[31m{type(self).__name__}\x1b[0m: {self}".splitlines()
 
 
 class NestedLaunchError(AirNbError):
@@ -149,7 +157,7 @@ class RunError(AirNbError):
         return list(self._lines) or [f"{type(self).__name__}: {self.message}"]
 
 
-def _rebuild_run_error(  # noqa: PLR0913 - pickle passes fields by position
+def _rebuild_run_error(
     cls: type[RunError],
     message: str,
     run_id: str,

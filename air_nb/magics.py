@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
-from IPython.core.magic_arguments import argument, argument_group, magic_arguments, parse_argstring
+from IPython.core.magic_arguments import argument, argument_group, magic_arguments
 
 from air_nb.capture.names import cell_names, select_names
 from air_nb.errors import DeviceError, NestedLaunchError
 from air_nb.options import RunOptions, parse_env, parse_timeout
 from air_nb.protocol.names import RESULT
 from air_nb.session import Launch, close_session, commands, get_session
-from air_nb.session.kernel_state import cell_header
+from air_nb.session.doctor import doctor_text
+from air_nb.session.kernel_state import cell_header, prompt_number
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -63,7 +64,7 @@ class AirMagics(Magics):
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
         """Run the cell on every rank, one process per GPU, with all of their output here."""
-        options = _options(parse_argstring(self.distributed, line))
+        options = _options(self._parse(line))
         if not cell.strip():
             msg = "%%distributed: the cell is empty"
             raise UsageError(msg)
@@ -83,6 +84,11 @@ class AirMagics(Magics):
             raise UsageError(str(error)) from None
         self._take_home(values, options, names)
 
+    def _parse(self, line: str) -> argparse.Namespace:
+        """As IPython's ``parse_argstring``, which would leave the quotes on ``--name "two words"``."""
+        parsed: argparse.Namespace = self.distributed.parser.parse_args(_words("%%distributed", line))
+        return parsed
+
     def _analyse(self, cell: str) -> CellNames:
         try:
             return cell_names(cell, self.shell.transform_cell)
@@ -101,13 +107,15 @@ class AirMagics(Magics):
     def _take_home(self, values: list[dict[str, Any]], options: RunOptions, names: CellNames) -> None:
         if options.out is not None:
             self.shell.user_ns[options.out] = [value[RESULT] for value in values]
+        missing = [name for name in options.pull if not any(name in value for value in values)]
         for name in options.pull:
-            if not any(name in value for value in values):
-                msg = f"--pull {name}: no rank has this name at the end of the cell"
-                raise UsageError(msg)
-            self.shell.user_ns[name] = [value.get(name) for value in values]
+            if name not in missing:
+                self.shell.user_ns[name] = [value.get(name) for value in values]
+        if missing:
+            msg = f"--pull {','.join(missing)}: no rank has this name at the end of the cell"
+            raise UsageError(msg)
         for name in names.assigns - {options.out, *options.pull}:
-            self._assigned[name] = self.shell.execution_count
+            self._assigned[name] = prompt_number(self.shell)
 
     def hint_at_pull(self, result: ExecutionResult) -> None:
         """After a cell: a NameError on what only the ranks have gets a hint (IPython's ``post_run_cell`` event)."""
@@ -121,16 +129,17 @@ class AirMagics(Magics):
 
     @line_magic
     def air(self, line: str) -> None:
-        """status | gpus | runs | logs RUN [--rank R] [--tail N] | stop RUN.
+        """Answer status | gpus | runs | logs RUN [--rank R] [--tail N] | stop RUN | doctor.
 
         status               the launcher and the live runs of this user
         gpus                 the GPUs, and who holds them
         runs                 the runs, newest first
         logs RUN             output of a run; --rank R of one rank only; --tail N the last N lines
         stop RUN             stop a run, of any notebook of this user
+        doctor               what a run depends on, what is wrong with it, and how to fix it
         RUN is a name, an id or the beginning of an id.
         """
-        arguments = _air_parser().parse_args(shlex.split(line))
+        arguments = _air_parser().parse_args(_words("%air", line))
         try:
             text = _answer(arguments)
         except LookupError as error:
@@ -139,25 +148,43 @@ class AirMagics(Magics):
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
+def _words(magic: str, line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        msg = f"{magic} {line}: {error}"
+        raise UsageError(msg) from None
+
+
 class _AirParser(argparse.ArgumentParser):
     """Reports as IPython's magics do, instead of ending the kernel."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"%air: {message}. Use %air status | gpus | runs | logs RUN | stop RUN; `%air?` explains them.")
+        raise UsageError(
+            f"%air: {message}. Use %air status | gpus | runs | logs RUN | stop RUN | doctor; `%air?` explains them."
+        )
 
 
 def _air_parser() -> _AirParser:
     parser = _AirParser(prog="%air", add_help=False)
     subparsers = parser.add_subparsers(dest="command", required=True, parser_class=_AirParser)
-    for name in ("status", "gpus", "runs"):
+    for name in ("status", "gpus", "runs", "doctor"):
         subparsers.add_parser(name, add_help=False)
     logs = subparsers.add_parser("logs", add_help=False)
     logs.add_argument("run")
     logs.add_argument("--rank", type=int)
-    logs.add_argument("--tail", type=int)
+    logs.add_argument("--tail", type=_line_count)
     stop = subparsers.add_parser("stop", add_help=False)
     stop.add_argument("run")
     return parser
+
+
+def _line_count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        msg = f"{count}: the number must be 1 or more"
+        raise argparse.ArgumentTypeError(msg)
+    return count
 
 
 def _answer(arguments: argparse.Namespace) -> str:
@@ -168,6 +195,8 @@ def _answer(arguments: argparse.Namespace) -> str:
             return commands.gpus_text(get_session())
         case "runs":
             return commands.runs_text()
+        case "doctor":
+            return doctor_text(get_session())
         case "logs":
             return commands.logs_text(arguments.run, arguments.rank, arguments.tail)
         case _:
@@ -219,9 +248,9 @@ _CellSyntaxError.__name__ = "SyntaxError"  # what front ends show and nbclient c
 
 
 def _as_shown(error: SyntaxError, header: str, cell: str, shell: InteractiveShell) -> _CellSyntaxError:
-    error.filename = shell.compile.cache(header + cell, shell.execution_count)
+    error.filename = shell.compile.cache(header + cell, prompt_number(shell))
     error.lineno = (error.lineno or 1) + header.count("\n")
-    return _CellSyntaxError(error, shell.SyntaxTB.structured_traceback(SyntaxError, error, []))
+    return _CellSyntaxError(error, shell.SyntaxTB.structured_traceback(SyntaxError, error, None))
 
 
 def load(shell: InteractiveShell) -> None:
@@ -231,14 +260,24 @@ def load(shell: InteractiveShell) -> None:
         raise UsageError(problem)
     magics = AirMagics(shell)
     shell.register_magics(magics)
+    shell.magics_manager.register_function(_refuse_position, "line", "%distributed")
     shell.events.register("post_run_cell", magics.hint_at_pull)
     if "AIR_NB_RUN_ID" not in os.environ:
         get_session().warm()
 
 
+def _refuse_position(_line: str) -> NoReturn:
+    """IPython takes a ``%%distributed`` that is not on the first line for a line magic of the name ``%distributed``."""
+    msg = (
+        "%%distributed must be the first line of its cell; "
+        "only cell magics such as %%time and %%capture may stand above it"
+    )
+    raise UsageError(msg)
+
+
 def unload(shell: InteractiveShell) -> None:
     """Take the magics back and end the launcher."""
-    for kind, name in (("cell", "distributed"), ("line", "air")):
+    for kind, name in (("cell", "distributed"), ("line", "air"), ("line", "%distributed")):
         magic = shell.magics_manager.magics[kind].pop(name, None)
         if magic is not None and kind == "cell":
             shell.events.unregister("post_run_cell", magic.__self__.hint_at_pull)

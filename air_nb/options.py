@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Literal, get_args
 
 __all__ = ["DECORATOR_TIMEOUT_S", "DeviceOption", "OutputMode", "RunOptions", "parse_env", "parse_timeout"]
@@ -72,9 +73,10 @@ class RunOptions:
         if self.timeout_s is not None and self.timeout_s <= 0:
             msg = f"--timeout {self.timeout_s:g}: the time must be positive, or `none`"
             raise ValueError(msg)
-        for option, names in (("--in", self.inputs or ()), ("--pull", self.pull), ("--out", (self.out,) if self.out else ())):
+        out = () if self.out is None else (self.out,)
+        for option, names in (("--in", self.inputs or ()), ("--pull", self.pull), ("--out", out)):
             for name in names:
-                if not name.isidentifier():
+                if not name.isidentifier() or iskeyword(name):
                     msg = f"{option} {name}: not a variable name"
                     raise ValueError(msg)
         if self.name is not None and not _NAME.fullmatch(self.name):

@@ -54,7 +54,7 @@ def get_node_rank() -> int:
 
 def device() -> torch.device:
     """The device of this rank: ``cuda:<local rank>``, or ``cpu`` for CPU ranks and where there is no GPU."""
-    import torch  # noqa: PLC0415 - this module is cheap to import
+    import torch
 
     if os.environ.get("AIR_NB_DEVICE") != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", get_local_rank())
@@ -64,8 +64,8 @@ def device() -> torch.device:
 def init_process_group(timeout: timedelta | None = None) -> torch.device:
     """Bind this rank's device and initialise the default process group. Collective: every rank calls.
 
-    The backend is ``cpu:gloo,cuda:nccl`` on GPUs, so that CPU tensors (asynchronous checkpoints) work too, and gloo on the
-    CPU. Does nothing if the group is there already. A cell's group is destroyed when the cell ends; plain
+    The backend is ``cpu:gloo,cuda:nccl`` on GPUs, so that CPU tensors (asynchronous checkpoints) work too, and gloo on
+    the CPU. Does nothing if the group is there already. A cell's group is destroyed when the cell ends; plain
     ``torch.distributed.init_process_group("nccl")`` works just as well.
 
     Args:
@@ -77,14 +77,17 @@ def init_process_group(timeout: timedelta | None = None) -> torch.device:
     Raises:
         RuntimeError: Outside a distributed run with torchrun's variables missing, or the ranks did not meet in time.
     """
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
+    import torch
+    import torch.distributed as dist
 
     chosen = device()
     if dist.is_initialized():
         return chosen
     if "MASTER_ADDR" not in os.environ:
-        msg = "init_process_group() needs the variables that torchrun and %%distributed set (MASTER_ADDR, RANK, WORLD_SIZE)"
+        msg = (
+            "init_process_group() needs the variables that torchrun and %%distributed set "
+            "(MASTER_ADDR, RANK, WORLD_SIZE)"
+        )
         raise RuntimeError(msg)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

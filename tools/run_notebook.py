@@ -1,7 +1,8 @@
 """Run a notebook from top to bottom and print, cell by cell, what a reader of it would see.
 
-Owns the terminal side of `make quickstart`. Each code cell's first line is printed when the cell starts and its text
-outputs when it ends, in their final form (an updated display shows its last state). The notebook file is not changed.
+Owns the terminal side of `make quickstart`. Headings are printed as they come, each code cell's first line when the
+cell starts and its text outputs when it ends, in their final form (an updated display shows its last state). The
+notebook file is not changed.
 Exit status: 0, 1 if a cell failed that is not tagged `raises-exception`, 2 if the notebook can't be read.
 """
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 _ANSI_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+_HEADING = re.compile(r"#{1,6} ")
 _OVERWRITTEN = re.compile(r"^[^\n]*\r(?!\n)", re.MULTILINE)
 
 
@@ -75,6 +77,14 @@ class _Printer:
         self._colours = colours
         self._running: NotebookNode | None = None
 
+    def reached(self, cell: NotebookNode, **_: object) -> None:
+        """Print the headings of a text cell."""
+        if cell.cell_type != "markdown":
+            return
+        for line in cell.source.splitlines():
+            if _HEADING.match(line):
+                print(f"{line}\n", flush=True)
+
     def started(self, cell: NotebookNode, **_: object) -> None:
         """Print the first line of a cell that is about to run."""
         self._running = cell
@@ -112,6 +122,7 @@ def run(path: Path, *, timeout_s: int) -> int:
         kernel_name="python3",  # this environment's own, whatever the file was last saved with
         extra_arguments=["--log-level=ERROR"],  # its warnings are about its own sockets, not about the notebook
         resources={"metadata": {"path": str(path.parent)}},
+        on_cell_start=printer.reached,
         on_cell_execute=printer.started,
         on_cell_executed=printer.ended,
     )
@@ -124,6 +135,7 @@ def run(path: Path, *, timeout_s: int) -> int:
         printer.ended()
         print(f"{path}: stopped in the cell above: {error}", file=sys.stderr)
         return 1
+    print(f"{path} ran to its end. `make lab` opens it in JupyterLab.")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Node agent: torch's ``SimpleElasticAgent`` with our way to start, watch and stop ranks. One thread of the launcher per run.
+"""Node agent: torch's ``SimpleElasticAgent`` with our way to start, watch and stop ranks.
 
-Rank assignment and restarts are torch's. Ours waits on the ranks' sentinels instead of polling, names the cause instead of
-the first exit code it sees, and can stop everything within a bound.
+One thread of the launcher per run. Rank assignment and restarts are torch's. Ours waits on the ranks' sentinels instead
+of polling, names the cause instead of the first exit code it sees, and can stop everything within a bound.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
-from enum import IntEnum
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 
 from air_nb.errors import RankFailure
 from air_nb.launch.descendants import kill_descendants
-from air_nb.launch.failures import describe_failure
+from air_nb.launch.failures import find_failures, has_failed
+from air_nb.launch.ladder import LADDERS, STATES, STEPS, StopKind
 from air_nb.launch.rank_process import RankProcess
 from air_nb.launch.rendezvous import LoopbackRendezvous
 from air_nb.protocol.messages import RunState
@@ -32,39 +37,13 @@ if TYPE_CHECKING:
 
     from air_nb.protocol.messages import Run
 
-__all__ = ["NodeAgent", "StopKind"]
+__all__ = ["NodeAgent"]
 
 _SETTLE_S = 0.15  # ranks that die of one cause die close together; the first one to *report* may not be the cause
+_SETTLE_MAX_S = 0.45
 _TICK_S = 0.2
 _STACKS_WAIT_S = 0.3
 _UNDEAD_WAIT_S = 5.0
-
-
-class StopKind(IntEnum):
-    """Why ranks are stopped; a later, higher one overtakes."""
-
-    FAILURE = 0
-    INTERRUPT = 1
-    STOP = 2
-    TIMEOUT = 3
-    KILL = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Ladder:
-    """Seconds that ranks have after SIGINT, and after SIGTERM, before the next step."""
-
-    after_interrupt_s: float
-    after_terminate_s: float
-
-
-_LADDERS = {
-    StopKind.FAILURE: _Ladder(0.5, 0.3),
-    StopKind.INTERRUPT: _Ladder(3.0, 1.5),
-    StopKind.STOP: _Ladder(3.0, 1.5),
-    StopKind.TIMEOUT: _Ladder(3.0, 1.5),
-    StopKind.KILL: _Ladder(0.0, 0.0),
-}
 
 
 class NodeAgent(SimpleElasticAgent):
@@ -108,8 +87,12 @@ class NodeAgent(SimpleElasticAgent):
         self._wake_reader, self._wake_writer = os.pipe()
         self._lock = threading.Lock()
         self._stop: StopKind | None = None
+        self._first_stop: StopKind | None = None
+        self._succeeded = False
+        self._closed = False
         self._swept: set[int] = set()
         self.reason = ""
+        self.is_over = False
         self.ranks: list[RankProcess] = []
         self.failures: list[RankFailure] = []
         self.undead: list[int] = []
@@ -119,19 +102,21 @@ class NodeAgent(SimpleElasticAgent):
         with self._lock:
             if self._stop is not None and self._stop >= kind:
                 return
-            self.reason = self.reason or reason
+            if self._first_stop is None:
+                self._first_stop, self.reason = kind, reason
             self._stop = kind
             self._remaining_restarts = 0
-        os.write(self._wake_writer, b"!")
+            if not self._closed:
+                os.write(self._wake_writer, b"!")
 
     @property
     def state(self) -> RunState:
-        """How the run ended."""
-        if self._stop in (StopKind.INTERRUPT, StopKind.STOP, StopKind.KILL):
-            return RunState.KILLED
-        if self._stop == StopKind.TIMEOUT:
-            return RunState.TIMED_OUT
-        return RunState.FAILED if self.failures else RunState.FINISHED
+        """How the run ended: what came first counts."""
+        if self._succeeded:
+            return RunState.FINISHED
+        if self.failures or self._first_stop is None:
+            return RunState.FAILED
+        return STATES[self._first_stop]
 
     @property
     def finished(self) -> list[int]:
@@ -145,10 +130,12 @@ class NodeAgent(SimpleElasticAgent):
 
     def close(self) -> None:
         """Give back descriptors; the agent can't be used any more."""
+        with self._lock:
+            self._closed = True
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
         for rank in self.ranks:
             rank.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
 
     # -- what SimpleElasticAgent calls ------------------------------------------------------------------------------
 
@@ -168,29 +155,32 @@ class NodeAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait()
+        failed = any(has_failed(rank) for rank in self.ranks)
+        if failed:
+            self._settle()
+        elif len(self.ranks) == self._run.nproc and not self._alive():
+            self._succeeded = True  # a stop that comes at this very moment has come too late
+            return RunResult(state=WorkerState.SUCCEEDED)
         if self._stop is not None:
             self._stop_ranks()
             return RunResult(state=WorkerState.FAILED)
-        if any(_has_failed(rank) for rank in self.ranks):
-            self._settle()
-            self.failures = self._find_failures(worker_group.spec.max_restarts - self._remaining_restarts)
+        if failed:
+            self.failures = find_failures(self.ranks, worker_group.spec.max_restarts - self._remaining_restarts)
             return RunResult(state=WorkerState.FAILED)
-        if all(rank.poll() is not None for rank in self.ranks):
-            return RunResult(state=WorkerState.SUCCEEDED)
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:  # noqa: ARG002 - as torch calls it
         self._stop_ranks()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:  # noqa: ARG002 - likewise
         self._stop_ranks()
 
     def _record_worker_events(self, result: RunResult) -> None:
         """Nothing listens, and torch's needs failures in its own form."""
 
-    def _construct_event(self, *args: Any, **kwargs: Any) -> Any:
+    def _construct_event(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - likewise
         """As torch's, without its look-up of the host's name, which takes seconds where DNS is broken."""
-        from torch.distributed.elastic.events import Event, EventSource
+        from torch.distributed.elastic.events.api import Event, EventSource
 
         return Event("torchelastic.air_nb", source=EventSource.AGENT)
 
@@ -216,19 +206,18 @@ class NodeAgent(SimpleElasticAgent):
         return max(0.0, min(_TICK_S, self._deadline - time.monotonic()))
 
     def _settle(self) -> None:
+        """Give other failures of the same cause time to be reported: a moment after each, but not for ever."""
+        last = time.monotonic() + _SETTLE_MAX_S
         end = time.monotonic() + _SETTLE_S
-        while (left := end - time.monotonic()) > 0:
+        known = 0
+        while (left := min(end, last) - time.monotonic()) > 0:
             waitables = [item for rank in self.ranks for item in rank.waitables]
             if not waitables:
                 return
             wait(waitables, timeout=left)
-            for rank in self.ranks:
-                rank.poll()
-
-    def _find_failures(self, attempt: int) -> list[RankFailure]:
-        """All failed ranks, the cause first: a death by a signal that we did not send, else the earliest report."""
-        found = [describe_failure(rank, attempt) for rank in self.ranks if _has_failed(rank)]
-        return sorted(found, key=lambda failure: (failure.signal is None, failure.at))
+            failed = sum(has_failed(rank) for rank in self.ranks)
+            if failed > known:
+                known, end = failed, time.monotonic() + _SETTLE_S
 
     # -- stopping ---------------------------------------------------------------------------------------------------
 
@@ -236,16 +225,12 @@ class NodeAgent(SimpleElasticAgent):
         """SIGINT, SIGTERM, SIGKILL, all ranks at once, each step with its bound; a higher request skips ahead."""
         if self._stop == StopKind.TIMEOUT:
             self._collect_stacks()
-        steps = (
-            (signal.SIGINT, lambda ladder: ladder.after_interrupt_s),
-            (signal.SIGTERM, lambda ladder: ladder.after_terminate_s),
-        )
-        for number, bound in steps:
+        for step, number in enumerate(STEPS):
             kind = self._stop or StopKind.FAILURE
-            if not self._alive() or bound(_LADDERS[kind]) == 0:
-                continue
-            self._signal(number)
-            self._wait_until_gone(bound(_LADDERS[kind]), unless_above=kind)
+            bound_s = LADDERS[kind][step]
+            if bound_s and self._alive():
+                self._signal(number)
+                self._wait_until_gone(bound_s, unless_above=kind)
         self._signal(signal.SIGKILL)
         kill_descendants(self._forkserver_pid, groups=self.groups)
         self._wait_until_gone(_UNDEAD_WAIT_S, unless_above=StopKind.KILL)
@@ -268,17 +253,11 @@ class NodeAgent(SimpleElasticAgent):
                     return
 
     def _collect_stacks(self) -> None:
-        for rank in self.ranks:
+        alive = self._alive()
+        for rank in alive:
             rank.ask_stacks()
-        time.sleep(_STACKS_WAIT_S)
-
-
-def _has_failed(rank: RankProcess) -> bool:
-    """A bad report counts at once, an exit only if no good report came before it."""
-    exit_code = rank.poll()
-    if rank.report is not None and not rank.report.ok:
-        return True
-    return exit_code is not None and (exit_code != 0 or rank.report is None)
+        if alive:
+            time.sleep(_STACKS_WAIT_S)
 
 
 def _torchrun_environment(group: WorkerGroup, worker: Any, attempt: int, run: Run) -> dict[str, str]:

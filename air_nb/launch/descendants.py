@@ -24,15 +24,18 @@ def become_subreaper() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_descendants(pid: int, *, groups: Collection[int] | None = None) -> None:
+def kill_descendants(pid: int, *, groups: Collection[int] | None = None, spare: Collection[int] = ()) -> None:
     """SIGKILL what is below a process, again until nothing new appears (a fork can outrun one pass).
 
     Args:
         pid: Root; it is not killed itself.
         groups: Only processes of these process groups; None is all.
+        spare: Pids that may live.
     """
     for _ in range(_ROUNDS):
-        victims = [child for child in _below(pid) if groups is None or _group(child.pid) in groups]
+        victims = [child for child in _below(pid) if child.pid not in spare]
+        if groups is not None:
+            victims = [victim for victim in victims if _group(victim.pid) in groups]
         if not victims:
             return
         for victim in victims:

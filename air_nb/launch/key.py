@@ -32,8 +32,14 @@ _PREFIXES = (
     "TRITON_",
     "IPYTHON",
 )
-# Applied in the child, or read there: no reason for a new launcher.
-_EXEMPT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "PYTHONSTARTUP"})
+_EXEMPT = frozenset(
+    {
+        # Applied in the child, or read there: no reason for a new launcher.
+        *("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT", "PYTHONSTARTUP"),
+        # Set by `import sklearn` for the process that it is imported in.
+        *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +55,7 @@ def current_key(environ: Mapping[str, str] | None = None) -> LauncherKey:
     facts = {"python": sys.executable}
     for distribution in _PRELOADED:
         facts[distribution] = _distribution_facts(distribution)
-    facts |= {
-        name: value for name, value in variables.items() if name.startswith(_PREFIXES) and name not in _EXEMPT
-    }
+    facts |= {name: value for name, value in variables.items() if name.startswith(_PREFIXES) and name not in _EXEMPT}
     return LauncherKey(facts)
 
 
@@ -66,6 +70,4 @@ def _distribution_facts(distribution: str) -> str:
 
 def changed(old: LauncherKey, new: LauncherKey) -> tuple[str, ...]:
     """Names of what differs."""
-    return tuple(
-        name for name in sorted({*old.facts, *new.facts}) if old.facts.get(name) != new.facts.get(name)
-    )
+    return tuple(name for name in sorted({*old.facts, *new.facts}) if old.facts.get(name) != new.facts.get(name))

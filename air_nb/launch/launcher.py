@@ -1,14 +1,15 @@
 """The launcher process: one per kernel and environment; warms a forkserver, runs node agents, dies with the kernel.
 
-Main thread: lifeline, forkserver (its death signal belongs to the thread that starts it), commands. One thread per run: its
-node agent. Started as ``python -c`` by ``launch.client``, since forkserver children import the main *file* again.
+Main thread: forkserver (its death signal belongs to the thread that starts it), commands. ``air_nb-lifeline``: waits
+for the end of the kernel, from the first moment on, since the main thread imports torch for seconds. One thread per
+run: its node agent. Started as ``python -c`` by ``launch.client``, since forkserver children import the main *file*
+again.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import select
 import shutil
 import signal
 import sys
@@ -16,12 +17,16 @@ import tempfile
 import threading
 import time
 import traceback
-from multiprocessing import forkserver, util
+from dataclasses import asdict
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from air_nb.launch import preload
 from air_nb.launch.descendants import become_subreaper, kill_descendants
+from air_nb.launch.failures import describe_exit
+from air_nb.launch.ladder import StopKind
 from air_nb.protocol.messages import (
     PROTOCOL_VERSION,
     Done,
@@ -38,20 +43,20 @@ from air_nb.protocol.messages import (
     encode,
 )
 from air_nb.runs.directory import RunDirectory
-from air_nb.runs.liveness import ProcessId
+from air_nb.runs.liveness import ProcessId, call_when_gone
 
 if TYPE_CHECKING:
-    from dataclasses import dataclass  # noqa: F401
-
-    from air_nb.launch.agent import NodeAgent, StopKind
+    from air_nb.launch.agent import NodeAgent
     from air_nb.protocol.messages import Event
 
 __all__ = ["IDLE_MODULES", "WARM_MODULE", "main"]
 
-WARM_MODULE = "air_nb.rank.warm"
+WARM_MODULE = "air_nb.rank.main"
 IDLE_MODULES = "torch._dynamo"
 _PRELOAD_MODULE = "air_nb.launch.preload"
 _WARM_TIMEOUT_S = 300.0
+_IDLE_S = 0.1  # longer than a kernel takes to send the run that waited for the warm-up, or the next cell of Run All
+_AGENTS_END_S = 1.0
 _READ_BYTES = 1 << 16
 
 
@@ -77,23 +82,26 @@ class Launcher:
         self._send_lock = threading.Lock()
         self._agents: dict[str, NodeAgent] = {}
         self._agents_lock = threading.Lock()
+        self._end_lock = threading.Lock()
         self._retiring = False
         self._deepened = False
         self._wake_reader, self._wake_writer = os.pipe()
         self._context = multiprocessing.get_context("forkserver")
         self._forkserver_pid = 0
+        self._forkserver_pidfd = -1
 
     def serve(self) -> None:
         """Warm up, then take commands until the kernel is gone."""
         self._detach_stdio()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         become_subreaper()
+        call_when_gone(self._kernel, self._commands, self._end, name="air_nb-lifeline")
         try:
-            kernel_pidfd = self._open_kernel()
-            self._warm(kernel_pidfd)
-            self._take_commands(kernel_pidfd)
-        finally:
-            self._end()
+            self._warm()
+            self._take_commands()
+        except Exception:  # noqa: BLE001 - the border of the process: the kernel shows the log's end
+            traceback.print_exc()
+        self._end()
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -104,17 +112,7 @@ class Launcher:
         os.close(null)
         os.dup2(2, 1)
 
-    def _open_kernel(self) -> int:
-        """A pidfd of the kernel: a forked child of it may hold the pipe's other end after its death."""
-        try:
-            pidfd = os.pidfd_open(self._kernel.pid)
-        except ProcessLookupError:
-            sys.exit(0)
-        if not self._kernel.is_alive():
-            sys.exit(0)
-        return pidfd
-
-    def _warm(self, kernel_pidfd: int) -> None:
+    def _warm(self) -> None:
         started = time.monotonic()
         # Its sockets go where the next launcher finds and sweeps them if this one is killed.
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._directory)
@@ -123,46 +121,42 @@ class Launcher:
         os.environ[preload.IDLE_VARIABLE] = IDLE_MODULES
         forkserver.set_forkserver_preload([_PRELOAD_MODULE])
         forkserver.ensure_running()
-        self._forkserver_pid = forkserver._forkserver._forkserver_pid  # noqa: SLF001 - no public way to its pid
-        import air_nb.launch.agent  # noqa: F401, PLC0415 - imports torch, while the forkserver does so too
+        # No public way to its pid.
+        self._forkserver_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # noqa: SLF001
+        self._forkserver_pidfd = os.pidfd_open(self._forkserver_pid)
+        import air_nb.launch.agent  # noqa: F401 - imports torch, while the forkserver does so too
 
-        problem = self._probe(kernel_pidfd)
-        self._send(
-            Ready(PROTOCOL_VERSION, os.getpid(), self._forkserver_pid, round(time.monotonic() - started, 3), problem)
-        )
+        problem = self._probe()
+        self._send(self._ready(round(time.monotonic() - started, 3), problem))
 
-    def _probe(self, kernel_pidfd: int) -> str | None:
+    def _ready(self, warm_s: float, problem: str | None) -> Ready:
+        return Ready(PROTOCOL_VERSION, os.getpid(), self._forkserver_pid, warm_s, problem)
+
+    def _probe(self) -> str | None:
         """Fork once: answered when the forkserver has imported everything, with what is wrong with it."""
         reader, writer = self._context.Pipe(duplex=False)
         process = self._context.Process(target=preload.probe, args=(writer,))
         process.start()
         writer.close()
-        ready, _, _ = select.select([reader, kernel_pidfd, self._forkserver_pidfd()], [], [], _WARM_TIMEOUT_S)
-        if kernel_pidfd in ready:
-            self._end()
-        if reader not in ready:
-            return f"the forkserver ended or did not answer in {_WARM_TIMEOUT_S:g} s while it imported torch"
-        try:
-            problem = reader.recv_bytes().decode()
-        except EOFError:
-            return "the forkserver's first child ended without an answer"
+        with reader:
+            if reader not in wait([reader, self._forkserver_pidfd], _WARM_TIMEOUT_S):
+                return f"the forkserver ended or did not answer in {_WARM_TIMEOUT_S:g} s while it imported torch"
+            try:
+                problem = reader.recv_bytes().decode()
+            except EOFError:
+                return "the forkserver's first child ended without an answer"
         process.join()
+        process.close()
         return problem or None
-
-    def _forkserver_pidfd(self) -> int:
-        return os.pidfd_open(self._forkserver_pid)
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
-    def _take_commands(self, kernel_pidfd: int) -> None:
-        forkserver_pidfd = self._forkserver_pidfd()
+    def _take_commands(self) -> None:
         buffer = b""
         while not (self._retiring and not self._agents):
-            watched = [self._commands, kernel_pidfd, forkserver_pidfd, self._wake_reader]
-            ready, _, _ = select.select(watched, [], [], None if self._deepened else 0.5)
-            if kernel_pidfd in ready:
-                return
-            if forkserver_pidfd in ready:
+            watched = [self._commands, self._forkserver_pidfd, self._wake_reader]
+            ready = wait(watched, None if self._deepened else _IDLE_S)
+            if self._forkserver_pidfd in ready:
                 self._lose_forkserver()
                 return
             if self._wake_reader in ready:
@@ -178,52 +172,27 @@ class Launcher:
                     self._obey(line)
 
     def _deepen(self) -> None:
-        """Nothing to do for half a second: let the forkserver import what most training code will need."""
+        """Nothing to do for a moment: let the forkserver import what most training code will need."""
         self._deepened = True
         os.kill(self._forkserver_pid, preload.DEEPEN_SIGNAL)
 
     def _obey(self, line: bytes) -> None:
-        from air_nb.launch.agent import StopKind
-
         command = decode(line)
         match command:
             case Run():
-                threading.Thread(target=self._run, args=(command,), name=f"air_nb-agent-{command.run_id}").start()
+                self._start(command)
             case Interrupt(run_id):
                 self._stop(run_id, StopKind.INTERRUPT, "interrupted")
-            case Kill(run_id):
-                self._stop(run_id, StopKind.KILL, "interrupted twice")
+            case Kill(run_id, reason):
+                self._stop(run_id, StopKind.KILL, reason)
             case Retire():
                 self._retiring = True
 
-    def _stop(self, run_id: str, kind: StopKind, reason: str) -> None:
-        with self._agents_lock:
-            agent = self._agents.get(run_id)
-        if agent is not None:
-            agent.stop(kind, reason)
-
-    # -- one run, on its own thread -----------------------------------------------------------------------------------
-
-    def _run(self, run: Run) -> None:
-        directory = RunDirectory(Path(run.directory))
-        try:
-            done = self._run_agent(run, directory)
-        except Exception:  # noqa: BLE001 - the border of the run's thread: the kernel waits for an answer
-            reason = traceback.format_exc()
-            sys.stderr.write(reason)
-            self._record(directory, state=RunState.FAILED, ended_at=time.time(), reason=reason)
-            self._send(Refused(run.run_id, reason))
-        else:
-            self._record(
-                directory, state=RunState(done.state), ended_at=time.time(), failures=done.failures, reason=done.reason
-            )
-            self._send(done)
-        os.write(self._wake_writer, b"!")
-
-    def _run_agent(self, run: Run, directory: RunDirectory) -> Done:
-        from dataclasses import asdict
-
+    def _start(self, run: Run) -> None:
+        """Make the agent here, before the next command is read: an interrupt right behind the run must find it."""
         from air_nb.launch.agent import NodeAgent
+
+        directory = RunDirectory(Path(run.directory))
 
         def started(attempt: int, pids: list[int]) -> None:
             self._record(
@@ -239,29 +208,54 @@ class Launcher:
         def exited(rank: int) -> None:
             self._send(Exited(run.run_id, rank))
 
-        agent = NodeAgent(run, self._context, self._forkserver_pid, started, exited, directory.stop_requested)
+        try:
+            agent = NodeAgent(run, self._context, self._forkserver_pid, started, exited, directory.stop_requested)
+        except (OSError, ValueError):
+            self._refuse(run, directory)
+            return
         with self._agents_lock:
             self._agents[run.run_id] = agent
+        name = f"air_nb-agent-{run.run_id}"
+        threading.Thread(target=self._run, args=(run, agent, directory), name=name, daemon=True).start()
+
+    def _stop(self, run_id: str, kind: StopKind, reason: str) -> None:
+        with self._agents_lock:
+            agent = self._agents.get(run_id)
+        if agent is not None:
+            agent.stop(kind, reason)
+
+    # -- one run, on its own thread -----------------------------------------------------------------------------------
+
+    def _run(self, run: Run, agent: NodeAgent, directory: RunDirectory) -> None:
         try:
             agent.run()
-        finally:
-            self._sweep(run.run_id, agent)
-        return Done(
-            run.run_id,
-            agent.state,
-            [asdict(failure) for failure in agent.failures],
-            agent.finished,
-            agent.reason,
-            agent.undead,
-        )
+            self._sweep(agent)
+        except Exception:  # noqa: BLE001 - the border of the run's thread: the kernel waits for an answer
+            self._refuse(run, directory)
+        else:
+            self._finish(run, agent, directory)
+        with self._agents_lock:
+            del self._agents[run.run_id]
+        agent.close()
+        os.write(self._wake_writer, b"!")
 
-    def _sweep(self, run_id: str, agent: NodeAgent) -> None:
+    def _refuse(self, run: Run, directory: RunDirectory) -> None:
+        reason = traceback.format_exc()
+        sys.stderr.write(reason)
+        self._record(directory, state=RunState.FAILED, ended_at=time.time(), reason=reason)
+        self._send(Refused(run.run_id, reason))
+
+    def _finish(self, run: Run, agent: NodeAgent, directory: RunDirectory) -> None:
+        failures = [asdict(failure) for failure in agent.failures]
+        self._record(directory, state=agent.state, ended_at=time.time(), failures=failures, reason=agent.reason)
+        self._send(Done(run.run_id, agent.state, failures, agent.finished, agent.reason, agent.undead))
+
+    def _sweep(self, agent: NodeAgent) -> None:
         """End what the run left behind. Daemons have left their group: they go when no other run could own them."""
         with self._agents_lock:
-            alone = len(self._agents) == 1
+            agent.is_over = True
+            alone = all(other.is_over for other in self._agents.values())
             kill_descendants(self._forkserver_pid, groups=None if alone else agent.groups)
-            del self._agents[run_id]
-        agent.close()
 
     def _record(self, directory: RunDirectory, **changes: object) -> None:
         try:
@@ -281,22 +275,36 @@ class Launcher:
     # -- end ---------------------------------------------------------------------------------------------------------
 
     def _lose_forkserver(self) -> None:
-        """Without it ranks are gone too; the agents report that, then a new launcher is needed."""
-        end = time.monotonic() + 5
-        while self._agents and time.monotonic() < end:
-            time.sleep(0.02)
+        """Without it the ranks are gone too: the runs end with the reason, and the kernel starts a new launcher."""
+        problem = f"the process that ranks are forked from {self._forkserver_end()}"
+        self._send(self._ready(0.0, problem))
+        self._stop_agents(StopKind.LOST, problem)
+        self._wait_for_agents(5.0)
 
-    def _end(self) -> None:
-        """End every process below this one, record what was running, delete the directory, exit."""
-        kill_descendants(self._forkserver_pid) if self._forkserver_pid else None
+    def _forkserver_end(self) -> str:
+        try:
+            return describe_exit(os.waitstatus_to_exitcode(os.waitpid(self._forkserver_pid, 0)[1]))
+        except ChildProcessError:  # multiprocessing has reaped it, on its way to start a rank
+            return "ended"
+
+    def _stop_agents(self, kind: StopKind, reason: str) -> None:
         with self._agents_lock:
-            running = list(self._agents)
-        for run_id in running:
-            for path in (self._agents[run_id]._run.directory,) if run_id in self._agents else ():  # noqa: SLF001
-                self._record(
-                    RunDirectory(Path(path)), state=RunState.KILLED, ended_at=time.time(), reason="the kernel ended"
-                )
-        kill_descendants(os.getpid())
-        util._finalizer_registry.clear()  # noqa: SLF001 - multiprocessing would wait for children that were just killed
+            for agent in self._agents.values():
+                agent.stop(kind, reason)
+
+    def _wait_for_agents(self, bound_s: float) -> None:
+        end = time.monotonic() + bound_s
+        while self._agents and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _end(self) -> NoReturn:
+        """End every process below this one, have the runs recorded, delete the directory, exit. On any thread."""
+        self._end_lock.acquire()  # for good: who comes second waits here for the exit
+        self._stop_agents(StopKind.KILL, "the kernel ended")
+        # The tracker ends by itself when all others have, and unlinks the shared memory that they left.
+        spare = {resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]  # noqa: SLF001
+        kill_descendants(os.getpid(), spare=spare)
+        self._wait_for_agents(_AGENTS_END_S)
+        kill_descendants(os.getpid(), spare=spare)
         shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(0)

@@ -1,12 +1,13 @@
 """Runs inside the forkserver: its lifeline, its warm-up, and the door through which a rank enters.
 
-multiprocessing imports this module in the forkserver before it serves (``set_forkserver_preload``). The modules that ranks
-need are named in the environment, so that this package imports nothing of ``air_nb.rank``.
+multiprocessing imports this module in the forkserver before it serves (``set_forkserver_preload``). The modules that
+ranks need are named in the environment, so that this package imports nothing of ``air_nb.rank``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from air_nb.launch.descendants import become_subreaper, kill_descendants
@@ -48,16 +50,24 @@ def _import(names: list[str]) -> None:
             importlib.import_module(name)
         except Exception:  # noqa: BLE001 - a border: multiprocessing would hide an ImportError and die of any other
             _problem = f"importing {name} failed:\n{traceback.format_exc()}"
+    # A collection in a rank would write into every object's header and so copy the pages that ranks share.
+    gc.collect()
+    gc.freeze()
 
 
 def _deepen(_number: int, _frame: types.FrameType | None) -> None:
-    """Import while idle what is too slow to make the first cell wait for (an optimizer imports torch._dynamo: 1.2 s)."""
+    """Import while idle what is too slow to make the first cell wait for: an optimizer imports torch._dynamo (1.2 s).
+
+    A signal that arrives while this process forks is no danger: CPython drops pending ones in the child.
+    """
     _import(os.environ.get(IDLE_VARIABLE, "").split())
 
 
 def _arm() -> None:
-    # Set here and not in the launcher: the death signal belongs to the thread that forked us, the launcher's main thread.
+    # The death signal belongs to the thread that forked us: the launcher's main thread.
     signal.signal(signal.SIGTERM, _end_with_launcher)
+    # A rank that is interrupted before it has its handler gets the signal when it unblocks it, and not never.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     signal.signal(DEEPEN_SIGNAL, _deepen)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     become_subreaper()
@@ -78,9 +88,9 @@ def _cuda_problem() -> str:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was initialised while torch was imported: ranks forked from here could not use it"
-    for descriptor in os.listdir("/proc/self/fd"):
+    for descriptor in Path("/proc/self/fd").iterdir():
         try:
-            opened = os.readlink(f"/proc/self/fd/{descriptor}")
+            opened = str(descriptor.readlink())
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if opened.startswith("/dev/nvidia"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING
@@ -19,8 +20,8 @@ __all__ = ["RANK_TARGET", "RankProcess"]
 
 RANK_TARGET = "air_nb.rank.main:main"
 
-# multiprocessing polls *all* children whenever one is started; two agents reading one child's exit code at the same time
-# leave the second with 255. Everything that may poll holds this lock.
+# multiprocessing polls *all* children whenever one is started; two agents reading one child's exit code at the same
+# time leave the second with 255. Everything that may poll holds this lock.
 _FORK_LOCK = threading.Lock()
 
 
@@ -35,11 +36,13 @@ class RankProcess:
         rank: Global rank.
         pid: Its pid, also its process group.
         report: Its last word, None until it has come.
+        ended_at: When its end was noticed, UTC seconds since the epoch; 0 while it lives.
     """
 
     def __init__(self, context: ForkServerContext, start: RankStart) -> None:
         self.rank = start.rank
         self.report: RankReport | None = None
+        self.ended_at = 0.0
         self._reader, writer = context.Pipe(duplex=False)
         self._process = context.Process(target=preload.enter_rank, args=(RANK_TARGET, start, writer), daemon=False)
         with _FORK_LOCK:
@@ -66,6 +69,7 @@ class RankProcess:
             with _FORK_LOCK:
                 self._exit_code = self._process.exitcode
             if self._exit_code is not None:
+                self.ended_at = time.time()
                 self._read_report()
                 self._reader.close()
         return self._exit_code
@@ -86,7 +90,7 @@ class RankProcess:
         try:
             # While the pidfd's process lives, its pid and thus its group can't be anyone else's. The group exists only
             # once the rank has made it; before, the rank is alone.
-            signal.pidfd_send_signal(self._pidfd, 0)  # type: ignore[arg-type]  # 0 only asks
+            signal.pidfd_send_signal(self._pidfd, 0)  # only asks
             try:
                 os.killpg(self.pid, number)
             except ProcessLookupError:
@@ -98,7 +102,9 @@ class RankProcess:
         """Have the rank write the Python stacks of its threads to ``rank_<r>.stacks``."""
         if self.poll() is None and self._pidfd is not None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.Signals(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET))
+                # An int: signal.Signals has no members between SIGRTMIN and SIGRTMAX.
+                number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def close(self) -> None:
         """Give back the descriptors."""
@@ -106,3 +112,5 @@ class RankProcess:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+        if self._exit_code is not None:
+            self._process.close()

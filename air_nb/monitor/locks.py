@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from air_nb.errors import DeviceError
-from air_nb.monitor._fork import abandon_in_children
+from air_nb.runs.forked import abandon_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

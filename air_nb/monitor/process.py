@@ -1,8 +1,8 @@
 """The sampling process: answers each request line on stdin with one report line on stdout.
 
 Started by `air_nb.monitor.sampler` with the kernel's pid and start time as arguments; dies with the kernel (see
-`lifeline`). A request is a number; the reply is a JSON object with that number and the report. Reply 0 comes unasked
-when the driver has been initialised, which can take seconds.
+`air_nb.runs.liveness`). A request is a number; the reply is a JSON object with that number and the report. Reply 0
+comes unasked when the driver has been initialised, which can take seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from air_nb.monitor.lifeline import exit_with_parent
 from air_nb.monitor.sample import DriverState, GpuReport, utc_now
+from air_nb.runs.liveness import ProcessId, call_when_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,9 +27,10 @@ def main(parent_pid: int, parent_ticks: int) -> None:
 
     Args:
         parent_pid: Process id of the kernel.
-        parent_ticks: Its start time, by `air_nb.monitor.lifeline.start_ticks`.
+        parent_ticks: Its start time, as of `air_nb.runs.liveness.ProcessId`.
     """
-    exit_with_parent(parent_pid, parent_ticks, sys.stdin.fileno())
+    kernel = ProcessId(parent_pid, parent_ticks)
+    call_when_gone(kernel, sys.stdin.fileno(), lambda: os._exit(0), name="air_nb-sampler-lifeline")
     replies = _take_stdout()
     read = _reader()
     for number in itertools.chain([0], _requests()):

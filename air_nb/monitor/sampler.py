@@ -19,9 +19,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from air_nb.monitor._fork import abandon_in_children
-from air_nb.monitor.lifeline import start_ticks
 from air_nb.monitor.sample import DriverState, GpuReport, utc_now
+from air_nb.runs.forked import abandon_in_children
+from air_nb.runs.liveness import ProcessId
 
 __all__ = ["Sampler"]
 
@@ -195,9 +195,9 @@ class _SamplingProcess:
 
     def _start(self, stdin: int, stdout: int) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).parents[2])
-        parent = os.getpid()
+        kernel = ProcessId.own()
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", _MAIN, root, str(parent), str(start_ticks(parent))],
+            [sys.executable, "-P", "-c", _MAIN, root, str(kernel.pid), str(kernel.started_ticks)],
             stdin=stdin,
             stdout=stdout,
             stderr=self._stderr,

@@ -1,7 +1,7 @@
 """What a rank shows: its text, its rich messages, its end.
 
-A rank writes text to ``rank_<r>.out`` and ``.err`` and one JSON line per event to ``rank_<r>.events``; ``runs.logs`` reads
-the three back in the order in which the rank made them and yields the types below. ``view`` draws them.
+A rank writes text to ``rank_<r>.out`` and ``.err`` and one JSON line per event to ``rank_<r>.events``; ``runs.logs``
+reads the three back in the order in which the rank made them and yields the types below. ``view`` draws them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["RankEnded", "RankEvent", "Rich", "StreamName", "Text"]
+__all__ = ["BEGAN", "RankBegan", "RankEnded", "RankEvent", "Rich", "StreamName", "Text"]
+
+BEGAN = "began"
+"""Kind of the event line that becomes ``RankBegan``."""
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -45,10 +48,17 @@ class Rich:
 
 
 @dataclass(frozen=True, slots=True)
+class RankBegan:
+    """The rank is up and begins with the cell; until all have, lines of the others wait to be folded with its own."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankEnded:
     """The rank's process is gone and everything it wrote has been read."""
 
     rank: int
 
 
-RankEvent = Text | Rich | RankEnded
+RankEvent = Text | Rich | RankBegan | RankEnded

@@ -72,6 +72,7 @@ class Kill:
     """Kernel -> launcher: SIGKILL to every rank, now."""
 
     run_id: str
+    reason: str = "interrupted twice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,9 @@ class Refused:
 
 Command = Run | Interrupt | Kill | Retire
 Event = Ready | Started | Exited | Done | Refused
-_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in (Run, Interrupt, Kill, Retire, Ready, Started, Exited, Done, Refused)}
+_TYPES: dict[str, type[Any]] = {
+    cls.__name__: cls for cls in (Run, Interrupt, Kill, Retire, Ready, Started, Exited, Done, Refused)
+}
 
 
 def encode(message: Command | Event) -> bytes:

@@ -21,7 +21,7 @@ class RankTask:
         kind: ``"cell"`` runs ``source``; ``"function"`` calls the captured function.
         run_name: Readable name of the run.
         source: Text of the cell, as the user wrote it.
-        header: Lines above ``source`` in the notebook cell (``%%distributed``), so that line numbers are those the user sees.
+        header: Lines above ``source`` in the notebook cell (``%%distributed``): line numbers are those the user sees.
         execution_count: Number of the notebook cell, for ``Cell In[12]``.
         cwd: Working directory of the kernel.
         sys_path: Module search path of the kernel.

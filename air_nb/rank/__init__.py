@@ -1,1 +1,1 @@
-"""The only code of ours inside a rank: environment, stdio, shell, values. Never imports widgets, MLflow's client or NVML."""
+"""The only code of ours inside a rank: environment, stdio, shell, values. No widgets, MLflow client or NVML."""

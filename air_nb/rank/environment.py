@@ -7,7 +7,6 @@ import faulthandler
 import importlib
 import logging
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -18,14 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from air_nb.protocol.start import STACKS_SIGNAL_OFFSET
+from air_nb.rank import warm
 
 if TYPE_CHECKING:
     from air_nb.protocol.start import RankStart
     from air_nb.protocol.task import RankTask
 
-__all__ = ["adopt_environment", "adopt_task", "arm_signals", "arm_lifeline"]
+__all__ = ["adopt_environment", "adopt_task", "arm_lifeline", "arm_signals"]
 
 _PR_SET_PDEATHSIG = 1
+_WINDOWED = ("ipympl", "widget", "nbagg", "qt", "tk", "gtk", "wx", "macosx")
 
 
 def arm_lifeline() -> None:
@@ -54,6 +55,7 @@ def arm_signals(directory: Path, rank: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in every Python process: a write raises BrokenPipeError
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since the forkserver: an early one comes now
     faulthandler.enable(file=2)
     stacks = os.open(directory / f"rank_{rank}.stacks", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, file=stacks, all_threads=True, chain=False)
@@ -78,19 +80,25 @@ def adopt_task(task: RankTask) -> None:
 
 
 def _reseed() -> None:
-    """Forks share the state of these generators; torch keeps its default seed, as under torchrun."""
-    random.seed()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    """Give the generators seeds of their own, as in processes that torchrun starts.
+
+    Forks share the state of numpy's and torch's CPU generators: every rank of every run would draw the same numbers.
+    Python's random does it itself, and CUDA's generators don't exist before the fork.
+    """
+    import torch
+
+    torch.default_generator.seed()
+    # Loaded on first use, with a seed of its own then; a rank should not pay for that.
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
 
 
 def _limit_threads(count: int) -> None:
-    """Share the cores out; setting OMP_NUM_THREADS has no effect any more in a process that has loaded the libraries."""
-    import threadpoolctl
+    """Share the cores out; OMP_NUM_THREADS has no effect any more in a process that has loaded the libraries."""
     import torch
 
     torch.set_num_threads(count)
-    threadpoolctl.threadpool_limits(limits=count)
+    warm.thread_pools.limit(limits=count)
 
 
 def _adopt_logging(task: RankTask) -> None:
@@ -106,7 +114,7 @@ def adopt_matplotlib(backend: str | None) -> None:
     if backend is None:
         return
     inline = "module://matplotlib_inline.backend_inline"
-    needs_window = any(part in backend.lower() for part in ("ipympl", "widget", "nbagg", "qt", "tk", "gtk", "wx", "macosx"))
+    needs_window = any(part in backend.lower() for part in _WINDOWED)
     os.environ["MPLBACKEND"] = inline if needs_window else backend
     with contextlib.suppress(ImportError):  # not installed: no backend to set
         if "matplotlib" in sys.modules:

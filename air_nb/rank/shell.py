@@ -1,7 +1,7 @@
 """The IPython shell that runs a cell on a rank.
 
-It is built once in the forkserver, where nothing may start a thread, open a database or write a profile, and used by the
-one rank that is forked from it. Output goes to the rank's files, failures are returned and not printed.
+It is built once in the forkserver, where nothing may start a thread, open a database or write a profile, and used by
+the one rank that is forked from it. Output goes to the rank's files, failures are returned and not printed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from air_nb.rank.keyboard import refuse_keyboard
+from air_nb.rank.tracebacks import users_part
 
+if TYPE_CHECKING:
     from air_nb.rank.stdio import EventLog
 
 __all__ = ["RankShell", "build_shell"]
 
-NO_KEYBOARD = "ranks have no keyboard: train.func() runs it here, in the kernel, where input() and %debug work"
+_NESTED = "%%distributed: this is a rank already, a run can't be started inside a run"
 
 
 class _CellCompiler(CachingCompiler):
@@ -65,6 +66,7 @@ class _RankDisplayPublisher(DisplayPublisher):
         self,
         data: dict[str, Any],
         metadata: dict[str, Any] | None = None,
+        source: Any = None,  # noqa: ARG002 - deprecated in IPython
         *,
         transient: dict[str, Any] | None = None,
         update: bool = False,
@@ -73,7 +75,7 @@ class _RankDisplayPublisher(DisplayPublisher):
         kind = "update_display_data" if update else "display_data"
         self.events.rich(kind, data=_as_json(data), metadata=metadata or {}, id=(transient or {}).get("display_id"))
 
-    def clear_output(self, wait: bool = False) -> None:
+    def clear_output(self, wait: bool = False) -> None:  # noqa: FBT001, FBT002 - IPython's signature
         self.events.rich("clear_output", wait=wait)
 
 
@@ -82,6 +84,7 @@ class _RankDisplayHook(DisplayHook):
 
     events: EventLog
     keep_only = False
+    source = ""
     value: Any = None
 
     def __call__(self, result: Any = None) -> None:
@@ -94,6 +97,10 @@ class _RankDisplayHook(DisplayHook):
         if not self.keep_only and not self.quiet():
             data, metadata = self.compute_format_data(result)
             self.events.rich("execute_result", data=_as_json(data), metadata=metadata)
+
+    def quiet(self) -> bool:
+        """Tell whether the cell ends in ``;``. IPython looks that up in the history, and a rank has none."""
+        return bool(self.semicolon_at_end_of_expression(self.source))
 
 
 def _as_json(data: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +117,9 @@ class RankShell(InteractiveShell):
     display_pub_class = Type(_RankDisplayPublisher)
     displayhook_class = Type(_RankDisplayHook)
     compiler_class = Type(_CellCompiler)
+    display_pub: _RankDisplayPublisher
+    displayhook: _RankDisplayHook
+    compile: _CellCompiler
 
     def init_ipython_dir(self, ipython_dir: str) -> None:
         """No profile: nothing is written to the user's home."""
@@ -129,9 +139,6 @@ class RankShell(InteractiveShell):
     def ask_exit(self) -> None:
         """`exit` ends the cell by SystemExit, which the rank reports."""
 
-    def debugger(self, force: bool = False) -> None:
-        raise UsageError(NO_KEYBOARD)
-
     def showtraceback(self, *args: Any, **kwargs: Any) -> None:
         """Not printed: the rank reports its failure, and the kernel shows the one that matters."""
 
@@ -143,13 +150,11 @@ class RankShell(InteractiveShell):
         self.display_pub.events = events
         self.displayhook.events = events
 
-    def format_failure(self, error: BaseException, own_frame: Callable[[types.TracebackType], bool]) -> str:
-        """The traceback as IPython shows it, from the user's first frame on."""
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None and own_frame(trace):
-            trace = trace.tb_next
+    def format_failure(self, error: BaseException) -> str:
+        """The traceback as IPython shows it, with the user's frames only."""
+        trace = users_part(error)
         if isinstance(error, SyntaxError):
-            lines = self.SyntaxTB.structured_traceback(type(error), error, [])
+            lines = self.SyntaxTB.structured_traceback(type(error), error, None)
         else:
             lines = self.InteractiveTB.structured_traceback(type(error), error, trace, tb_offset=0)
         return "\n".join(lines)
@@ -163,4 +168,11 @@ def build_shell() -> RankShell:
     config.HistoryManager.enabled = False  # its sqlite file and its thread must not exist before a fork
     config.HistoryManager.hist_file = ":memory:"
     shell: RankShell = RankShell.instance(config=config, user_module=main)
+    magics = shell.magics_manager
+    magics.register_function(refuse_keyboard, "line_cell", "debug")
+    magics.register_function(_refuse_launch, "cell", "distributed")
     return shell
+
+
+def _refuse_launch(_line: str, _cell: str) -> None:
+    raise UsageError(_NESTED)

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from air_nb.protocol.events import BEGAN
+
 __all__ = ["EventLog", "redirect_descriptors", "replace_python_streams"]
 
 _IOLBF = 1  # <stdio.h>: line buffered
@@ -58,6 +60,10 @@ class EventLog:
             self._current = name
             self._write({"s": name})
 
+    def began(self) -> None:
+        """Note that the rank begins with the cell or function."""
+        self._write({"k": BEGAN})
+
     def rich(self, kind: str, **content: Any) -> None:
         """Note a rich message.
 
@@ -84,8 +90,9 @@ class _RankStream(io.TextIOWrapper):
     """Unbuffered text stream that notes when it becomes the current one."""
 
     def __init__(self, name: Literal["stdout", "stderr"], descriptor: int, events: EventLog) -> None:
+        # As `python -u`: a buffer between would cost a third more per line.
         raw = io.FileIO(descriptor, "w", closefd=False)
-        super().__init__(_Unbuffered(raw), encoding="utf-8", errors="backslashreplace", write_through=True)
+        super().__init__(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         self._stream_name = name
         self._events = events
 
@@ -99,17 +106,10 @@ class _RankStream(io.TextIOWrapper):
         return super().write(text)
 
 
-class _Unbuffered(io.BufferedWriter):
-    """Hands every write to the file at once and whole (a raw file may write less than it is given)."""
-
-    def write(self, data: Any, /) -> int:
-        written = super().write(data)
-        self.flush()
-        return written
-
-
 def replace_python_streams(events: EventLog) -> None:
     """Make ``sys.stdin``, ``sys.stdout`` and ``sys.stderr`` those of this rank."""
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the rank
-    sys.stdout = sys.__stdout__ = _RankStream("stdout", 1, events)
-    sys.stderr = sys.__stderr__ = _RankStream("stderr", 2, events)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - lives as long as the rank
+    sys.stdout = _RankStream("stdout", 1, events)
+    sys.stderr = _RankStream("stderr", 2, events)
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))

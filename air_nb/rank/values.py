@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from pickle import PicklingError
 from typing import TYPE_CHECKING, Any
 
-from air_nb.errors import CaptureError
+from air_nb.errors import CaptureError, Uncapturable
 from air_nb.protocol.bundle import Bundle
-from air_nb.protocol.names import ERROR, WARNING_FILTERS
+from air_nb.protocol.names import ERROR, RESULT, WARNING_FILTERS
 from air_nb.protocol.pickling import ShippedRegistry, freeze_values, thaw
 from air_nb.protocol.task import PAYLOAD_FILE
 
@@ -31,20 +32,23 @@ class RankValues:
         names = thaw(bundle, main_globals=main_globals, registry=self._registry)
         filters = names.pop(WARNING_FILTERS, None)
         if filters is not None:
-            warnings.filters[:] = filters  # type: ignore[index]  # typeshed has it as a sequence
-            warnings._filters_mutated_lock_held() if hasattr(warnings, "_filters_mutated_lock_held") else (
-                warnings._filters_mutated()  # type: ignore[attr-defined]
-            )
+            warnings.resetwarnings()  # also makes modules forget which of their warnings were shown
+            warnings.filters.extend(filters)  # type: ignore[attr-defined]  # typeshed has it as a sequence
         return names
 
     def write_values(self, values: dict[str, Any]) -> None:
         """Write what the kernel asked for.
 
         Raises:
-            CaptureError: A value can't be pickled; it names the value.
+            PicklingError: A value can't be pickled; it names the value.
         """
-        if values:
-            freeze_values(values, registry=self._registry).write(self._directory / f"rank_{self._rank}.result")
+        if not values:
+            return
+        try:
+            bundle = freeze_values(values, registry=self._registry)
+        except CaptureError as error:
+            raise _unreturnable(error.problems[0]) from None
+        bundle.write(self._directory / f"rank_{self._rank}.result")
 
     def write_exception(self, error: BaseException) -> None:
         """Write the exception for the kernel's ``__cause__``, if its pickle can be loaded again here."""
@@ -57,3 +61,11 @@ class RankValues:
             return  # the report has its type, text and traceback
         except Exception:  # noqa: BLE001 - the user's class may raise anything when it is rebuilt
             return
+
+
+def _unreturnable(problem: Uncapturable) -> PicklingError:
+    what = "the result" if problem.name == RESULT else f"`{problem.name}`"
+    return PicklingError(
+        f"{what} ({problem.type_name}) can't be sent back from the rank: {problem.reason}. "
+        "Return what can be pickled instead: numbers, arrays, tensors, a state_dict, the path of a file."
+    )

@@ -1,8 +1,8 @@
 """Lets a rank's own child processes and ``inspect`` work with what was defined in the notebook.
 
 The notebook's functions and classes live in ``__main__``, which a spawned loader worker doesn't have. A rank therefore
-sends them to its children by value; in a forked child, whose ``__main__`` is a copy of the rank's, they go by name, so that
-what comes back is the rank's own class.
+sends them to its children by value; in a forked child, whose ``__main__`` is a copy of the rank's, they go by name, so
+that what comes back is the rank's own class.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import sys
 import types
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -32,7 +33,7 @@ def install() -> None:
             return NotImplemented
         return cloudpickle.loads, (cloudpickle.dumps(obj),)
 
-    ForkingPickler.reducer_override = reducer_override  # type: ignore[attr-defined]  # C pickler's documented hook
+    ForkingPickler.reducer_override = reducer_override  # type: ignore[method-assign, assignment]  # the C pickler's documented hook
     _teach_inspect()
 
 
@@ -54,18 +55,18 @@ def _teach_inspect() -> None:
                 return found
         return plain_getfile(obj)
 
-    inspect.getfile = getfile
+    inspect.getfile = getfile  # type: ignore[assignment]  # takes all that the plain one takes
 
 
 def _file_of_class(cls: type) -> str | None:
     """File of one of its own methods; for a class without methods, the newest cell that defines it."""
     for member in vars(cls).values():
-        function = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) or hasattr(member, "__func__") else None
-        code = getattr(function, "__code__", None)
+        function = getattr(member, "__func__", member)  # of a classmethod or staticmethod
+        code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
         if code is not None and code.co_filename in linecache.cache and code.co_qualname.startswith(cls.__qualname__):
             return str(code.co_filename)
     definition = re.compile(rf"^\s*class\s+{re.escape(cls.__name__)}\b", re.MULTILINE)
     for name in reversed(linecache.cache):
-        if not os.path.exists(name) and definition.search("".join(linecache.getlines(name))):
+        if not Path(name).exists() and definition.search("".join(linecache.getlines(name))):
             return name
     return None

@@ -1,0 +1,1 @@
+"""Run directories: record, logs, retention; and what keeps processes honest about each other."""

@@ -1,7 +1,7 @@
 """One run, one directory: the source of truth of ``%air runs``, ``%air logs`` and ``%air stop``.
 
-``run.json`` is written by the kernel first (STARTING) and by the launcher from then on, always by rename, so a reader sees
-a whole record. Whoever finds a record that isn't final while its launcher is gone may close it as KILLED.
+``run.json`` is written by the kernel first (STARTING) and by the launcher from then on, always by rename, so a reader
+sees a whole record. Whoever finds a record that isn't final while its launcher is gone may close it as KILLED.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,18 @@ from air_nb.protocol.messages import RunState
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import home, is_network_path, node_local, private_directory
 
-__all__ = ["RunDirectory", "RunRecord", "all_runs", "find_run", "make_run_name"]
+__all__ = ["RECORD_FILE", "RunDirectory", "RunRecord", "all_runs", "find_run", "make_run_name"]
 
-_RECORD_FILE = "run.json"
+RECORD_FILE = "run.json"
 _STOP_FILE = "stop"
-_ADJECTIVES = "amber brave calm clear eager fair gentle happy keen kind lively lucky mellow noble proud quick quiet swift vivid warm".split()
-_ANIMALS = "badger crane dolphin falcon fox gecko heron ibis koala lynx marten newt otter panda puffin raven seal tapir vole wren".split()
+_ADJECTIVES = (
+    "amber brave calm clear eager fair gentle happy keen kind "
+    "lively lucky mellow noble proud quick quiet swift vivid warm"
+).split()
+_ANIMALS = (
+    "badger crane dolphin falcon fox gecko heron ibis koala lynx "
+    "marten newt otter panda puffin raven seal tapir vole wren"
+).split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +111,14 @@ class RunDirectory:
         path = self.path / name
         temporary = self.path / f".{name}.{os.getpid()}"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         temporary.replace(path)
         return path
 
     def write_record(self, record: RunRecord) -> None:
         """Replace ``run.json``."""
-        self.write_private(_RECORD_FILE, json.dumps(asdict(record), indent=1))
+        self.write_private(RECORD_FILE, json.dumps(asdict(record), indent=1))
 
     def update_record(self, **changes: Any) -> RunRecord:
         """Change fields of ``run.json``; one writer at a time (see the module)."""
@@ -129,13 +134,13 @@ class RunDirectory:
             ValueError: It is not a record of this version.
         """
         try:
-            values = json.loads((self.path / _RECORD_FILE).read_text())
+            values = json.loads((self.path / RECORD_FILE).read_text())
             values["state"] = RunState(values["state"])
             for owner in ("kernel", "launcher"):
                 values[owner] = ProcessId(**values[owner]) if values[owner] else None
             return RunRecord(**values)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            msg = f"{self.path / _RECORD_FILE} is not the record of a run: {error}"
+            msg = f"{self.path / RECORD_FILE} is not the record of a run: {error}"
             raise ValueError(msg) from error
 
     def request_stop(self, reason: str) -> None:
@@ -157,17 +162,17 @@ class RunDirectory:
         return RunDirectory(final)
 
 
-def all_runs() -> Iterator[tuple[RunDirectory, RunRecord]]:
+def all_runs() -> list[tuple[RunDirectory, RunRecord]]:
     """Every readable run of this user on this machine, newest first."""
     roots = {home() / "runs", node_local() / "runs"}
-    paths = [path for root in roots if root.is_dir() for path in root.iterdir()]
-    for path in sorted(paths, key=lambda path: path.name, reverse=True):
+    found = []
+    for path in [path for root in roots if root.is_dir() for path in root.iterdir()]:
         directory = RunDirectory(path)
         try:
-            record = directory.read_record()
+            found.append((directory, directory.read_record()))
         except (OSError, ValueError):  # another process is making or deleting it, or it is no run
             continue
-        yield directory, record
+    return sorted(found, key=lambda run: run[1].created_at, reverse=True)
 
 
 def find_run(wanted: str) -> tuple[RunDirectory, RunRecord]:

@@ -1,11 +1,11 @@
 """The three files of a rank, read back in the order in which the rank wrote them.
 
-``rank_<r>.out`` and ``.err`` hold the bytes of fd 1 and 2, whoever wrote them. ``rank_<r>.events`` has one JSON line for
-each change of Python's current stream and each rich message, with the size of both files at that moment. That is enough to
-put text and figures in order without slowing the rank down.
+``rank_<r>.out`` and ``.err`` hold the bytes of fd 1 and 2, whoever wrote them. ``rank_<r>.events`` has one JSON line
+for each change of Python's current stream and each rich message, with the size of both files at that moment. That is
+enough to put text and figures in order without slowing the rank down.
 
-A reader takes the sizes of both text files *first* and the events after: every change that lies before those sizes is then
-in the events, so the text up to there can be ordered for good.
+A reader takes the sizes of both text files *first* and the events after: every change that lies before those sizes is
+then in the events, so the text up to there can be ordered for good.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from air_nb.protocol.events import RankEvent, Rich, StreamName, Text
+from air_nb.protocol.events import BEGAN, RankBegan, RankEvent, Rich, StreamName, Text
 from air_nb.runs.directory import RunDirectory
 
 __all__ = ["RankLogReader", "read_tail"]
@@ -54,6 +54,14 @@ class _GrowingFile:
 
     def read_text(self, end: int, *, final: bool = False) -> str:
         return self._decoder.decode(self.read_bytes(end), final)
+
+    def skip(self, keep_bytes: int) -> int:
+        """Go on ``keep_bytes`` before the end, if that is ahead; bytes left out."""
+        skipped = max(0, self.size() - keep_bytes - self.offset)
+        if skipped:
+            self.offset += skipped
+            self._decoder.reset()
+        return skipped
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -97,6 +105,14 @@ class RankLogReader:
             found += self._texts(out_end, err_end, final=True)
         return found
 
+    def skip(self, keep_bytes: int) -> list[RankEvent]:
+        """Leave out text but for the last ``keep_bytes`` of each file; a line says so if there was more."""
+        skipped = self._out.skip(keep_bytes) + self._err.skip(keep_bytes)
+        if not skipped:
+            return []
+        where = f"rank_{self.rank}.out and .err have all of it"
+        return [Text(self.rank, "stdout", f"\n... {skipped >> 20:,} MiB left out, {where}\n")]
+
     def _read_marks(self) -> None:
         data = self._partial_line + self._events.read_bytes(self._events.size())
         *lines, self._partial_line = data.split(b"\n")
@@ -120,6 +136,8 @@ class RankLogReader:
         if "s" in line:
             self._current = "stderr" if line["s"] == "stderr" else "stdout"
             return []
+        if line["k"] == BEGAN:
+            return [RankBegan(self.rank)]
         return [
             Rich(
                 rank=self.rank,

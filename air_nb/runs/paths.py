@@ -1,8 +1,8 @@
 """Where run directories live, and where sockets and locks do.
 
 ``home()`` is the user's state directory (``AIR_NB_HOME`` overrides it); ``node_local()`` is a private directory on this
-machine's own disk. inotify, locks and sockets don't work across a network file system, so where the home is on one, live
-runs are in ``node_local()`` and move home when they end.
+machine's own disk. inotify, locks and sockets don't work across a network file system, so where the home is on one,
+live runs are in ``node_local()`` and move home when they end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def private_directory(path: Path) -> Path:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = path.lstat()
     if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-        msg = f"{path} belongs to user {status.st_uid} or is no directory: remove it, or set AIR_NB_HOME and XDG_RUNTIME_DIR"
+        msg = f"{path} belongs to user {status.st_uid} or is no directory: set AIR_NB_HOME and XDG_RUNTIME_DIR"
         raise PermissionError(msg)
     if stat.S_IMODE(status.st_mode) != 0o700:  # noqa: PLR2004 - rwx for the owner only
         path.chmod(0o700)

@@ -49,7 +49,8 @@ def _line(record: RunRecord) -> str:
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created_at))
     ranks = f"{record.nproc} {record.device} rank{'s' if record.nproc != 1 else ''}"
     reason = f"  ({record.reason.splitlines()[-1]})" if record.reason else ""
-    return f"{record.name:<20} {record.state:<9} {started}  {end - record.created_at:8.1f} s  {ranks:<14} {record.run_id}{reason}"
+    took = f"{end - record.created_at:8.1f} s"
+    return f"{record.name:<20} {record.state:<9} {started}  {took}  {ranks:<14} {record.run_id}{reason}"
 
 
 def logs_text(run: str, rank: int | None, tail: int | None) -> str:

@@ -112,5 +112,8 @@ def _on_gpus(options: RunOptions, report: GpuReport, owner: str) -> Placement:
 def _check_nproc(nproc: int, report: GpuReport) -> None:
     available = len(visible_gpus(report, os.environ.get("CUDA_VISIBLE_DEVICES")))
     if nproc > available:
-        msg = f"--nproc {nproc}: there are {available} GPUs, one for each rank. Add --device cpu to run {nproc} ranks on the CPU."
+        msg = (
+            f"--nproc {nproc}: there are {available} GPUs, one for each rank. "
+            f"Add --device cpu to run {nproc} ranks on the CPU."
+        )
         raise DeviceError(msg)

@@ -26,7 +26,14 @@ _MIN_SHM_BYTES = 1 << 30
 _MIN_FREE_BYTES = 2 << 30
 _MIN_OPEN_FILES = 4096
 _MIN_PROCESSES = 4096
-_MINIMUM_VERSIONS = {"ipython": (9, 0), "ipykernel": (7, 1), "jupyterlab": (4, 4), "ipywidgets": (8, 0), "torch": (2, 11)}
+_MINIMUM_VERSIONS = {
+    "ipython": (9, 0),
+    "ipykernel": (7, 1),
+    "jupyterlab": (4, 4),
+    "ipywidgets": (8, 0),
+    "torch": (2, 11),
+}
+_SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _OPTIONAL = frozenset({"jupyterlab", "ipywidgets", "ipykernel"})
 
 
@@ -95,7 +102,9 @@ def _torch_build() -> Finding:
     if not facts:
         return Finding("torch build", "torch is not installed", "pip install torch")
     names = {item.metadata["Name"]: item.version for item in importlib.metadata.distributions()}
-    nccl = next((f"{name} {version}" for name, version in names.items() if (name or "").startswith("nvidia-nccl")), None)
+    nccl = next(
+        (f"{name} {version}" for name, version in names.items() if (name or "").startswith("nvidia-nccl")), None
+    )
     cuda = facts.get("cuda")
     return Finding("torch build", f"CUDA {cuda}, {nccl or 'NCCL as built into it'}" if cuda else "CPU only (gloo)")
 
@@ -111,16 +120,17 @@ def _gpus(session: Session) -> Iterator[Finding]:
     yield Finding("driver", report.driver_version or "unknown version")
     for gpu in report.gpus:
         lost = gpu.state != GpuState.OK
-        fix = f"{gpu.reason or gpu.state}: see `dmesg | grep -i xid`; a reset or a reboot may be needed" if lost else None
-        yield Finding(f"GPU {gpu.index}", f"{gpu.name or 'unknown'}", fix)
+        fix = f"{gpu.reason or gpu.state}: see `dmesg | grep -i xid`; a reset or a reboot may be needed"
+        yield Finding(f"GPU {gpu.index}", gpu.name or "unknown", fix if lost else None)
     if not _torch_facts().get("cuda"):
-        yield Finding("torch and GPUs", "torch is a CPU build", "install a CUDA build of torch, else the GPUs stay unused")
+        fix = "install a CUDA build of torch, else the GPUs stay unused"
+        yield Finding("torch and GPUs", "torch is a CPU build", fix)
 
 
 def _limits() -> Iterator[Finding]:
-    shm = shutil.disk_usage("/dev/shm")
+    shm = shutil.disk_usage(_SHM)
     fix = "loader workers need it: start the container with --shm-size=8g, or enlarge the tmpfs"
-    yield Finding("/dev/shm", f"{_gib(shm.free)} free of {_gib(shm.total)}", fix if shm.free < _MIN_SHM_BYTES else None)
+    yield Finding(str(_SHM), f"{_gib(shm.free)} free of {_gib(shm.total)}", fix if shm.free < _MIN_SHM_BYTES else None)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < _MIN_OPEN_FILES
     fix = f"raise it before Jupyter starts: ulimit -n {_limit(hard)}"
@@ -137,7 +147,8 @@ def _launcher(session: Session) -> Finding:
     if launcher is None:
         return Finding("launcher", "not started; the first run starts it")
     if not launcher.is_alive:
-        return Finding("launcher", "ended", f"the next run starts a new one. Its last words: {launcher.log_tail() or 'none'}")
+        fix = f"the next run starts a new one. Its last words: {launcher.log_tail() or 'none'}"
+        return Finding("launcher", "ended", fix)
     if launcher.ready is None:
         return Finding("launcher", f"warming up (pid {launcher.pid})")
     return Finding("launcher", f"warm (pid {launcher.pid}, {launcher.ready.warm_s:.1f} s)", launcher.ready.problem)

@@ -6,9 +6,9 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from air_nb.protocol.task import RankTask
 from air_nb.session.devices import DEVICE_VARIABLE
 from air_nb.topology import Topology, threads_per_rank
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_header", "kernel_facts", "rank_environment", "warning_filters"]
+__all__ = ["cell_header", "kernel_facts", "prompt_number", "rank_environment", "warning_filters"]
 
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
 
@@ -27,8 +27,8 @@ def kernel_facts(shell: InteractiveShell | None, threads: int, sources: Mapping[
     root = logging.getLogger()
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})
     return {
-        "cwd": os.getcwd(),
-        "sys_path": [os.getcwd() if entry == "" else entry for entry in sys.path],
+        "cwd": str(Path.cwd()),
+        "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
         "argv": list(sys.argv),
         "sources": dict(sources),
         "cell_numbers": {name: numbers[name] for name in sources if name in numbers},
@@ -37,7 +37,7 @@ def kernel_facts(shell: InteractiveShell | None, threads: int, sources: Mapping[
         "log_format": _log_format(root),
         "matplotlib_backend": _matplotlib_backend(),
         "colors": shell.colors if shell is not None else "nocolor",
-        "execution_count": shell.execution_count if shell is not None else 0,
+        "execution_count": prompt_number(shell) if shell is not None else 0,
     }
 
 
@@ -61,7 +61,9 @@ def warning_filters() -> list[Any]:
     return list(warnings.filters)
 
 
-def rank_environment(topology: Topology, extra: Mapping[str, str], run_id: str, run_name: str) -> tuple[dict[str, str], int]:
+def rank_environment(
+    topology: Topology, extra: Mapping[str, str], run_id: str, run_name: str
+) -> tuple[dict[str, str], int]:
     """The environment of the ranks but for torchrun's variables, and the CPU threads of each."""
     env = {**os.environ, **extra}
     env |= {"AIR_NB_RUN_ID": run_id, "AIR_NB_RUN_NAME": run_name, DEVICE_VARIABLE: topology.device}
@@ -74,10 +76,16 @@ def rank_environment(topology: Topology, extra: Mapping[str, str], run_id: str, 
     return env, int(threads) if threads.isdigit() and int(threads) else default
 
 
+def prompt_number(shell: InteractiveShell) -> int:
+    """The number in ``In [n]`` of the cell that runs; ``execution_count`` is the next one in recent IPythons."""
+    number: int = shell.displayhook.prompt_count
+    return number
+
+
 def cell_header(shell: InteractiveShell, cell: str) -> str:
     """What stands above the cell's code in the notebook cell: the magic line, and ``%%time`` or the like above it."""
     history = getattr(shell.history_manager, "input_hist_raw", None) or [""]
     whole = str(history[-1])
-    position = whole.find(cell.rstrip("\n"))
+    position = whole.rfind(cell.rstrip("\n"))  # the last one: a short cell may occur in the lines above it too
     header = whole[:position] if position > 0 else "%%distributed"
     return header if header.endswith("\n") else header + "\n"

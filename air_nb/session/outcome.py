@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from air_nb.errors import RankFailedError, RankFailure, RemoteError, RunError, RunStoppedError, RunTimeoutError
-from air_nb.protocol.bundle import Bundle, BundleError
+from air_nb.protocol.bundle import Bundle
 from air_nb.protocol.messages import Done, RunState
 from air_nb.protocol.names import ERROR
 from air_nb.protocol.pickling import thaw
+from air_nb.session.rank_names import format_ranks, name_ranks
+from air_nb.session.stacks import describe_stacks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
     from air_nb.runs.directory import RunDirectory
 
-__all__ = ["fail", "format_ranks", "load_values"]
+__all__ = ["fail", "interruption", "load_values"]
 
 _E = TypeVar("_E", bound=RunError)
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_NO_KEYBOARD_TYPES = ("EOFError", "StdinNotImplementedError", "IPython.core.error.StdinNotImplementedError")
 
 
 def load_values(
@@ -48,9 +47,11 @@ def fail(
     interrupted: bool,
 ) -> BaseException:
     """The exception for a run that did not finish."""
-    undead = f" Process {', '.join(map(str, done.undead))} survived SIGKILL: it is stuck in a driver." if done.undead else ""
-    if interrupted and done.state == RunState.KILLED:
-        return _interruption(undead)
+    undead = (
+        f" Process {', '.join(map(str, done.undead))} survived SIGKILL: it is stuck in a driver." if done.undead else ""
+    )
+    if interrupted and not done.failures:
+        return interruption(f"all ranks were stopped.{undead}")
     if done.state == RunState.TIMED_OUT:
         stacks = describe_stacks(directory, nproc)
         message = f"the run was stopped at {done.reason}.{undead}"
@@ -63,14 +64,15 @@ def fail(
     return _rank_failure(done, directory, nproc, results, shipped, undead)
 
 
-def _interruption(undead: str) -> KeyboardInterrupt:
-    error = KeyboardInterrupt()
-    line = f"\x1b[31mKeyboardInterrupt\x1b[0m: all ranks were stopped.{undead}"
-    error._render_traceback_ = lambda: [line]  # type: ignore[attr-defined]  # IPython's protocol: no frames of air_nb
+def interruption(what: str) -> KeyboardInterrupt:
+    """The KeyboardInterrupt of an interrupted cell: one line instead of frames of air_nb."""
+    error = KeyboardInterrupt(what)
+    line = f"\x1b[31mKeyboardInterrupt\x1b[0m: {what}"
+    error._render_traceback_ = lambda: [line]  # type: ignore[attr-defined]  # IPython's protocol
     return error
 
 
-def _rank_failure(  # noqa: PLR0913, PLR0917 - the parts of one story
+def _rank_failure(
     done: Done, directory: RunDirectory, nproc: int, results: list[Any], shipped: Mapping[str, object], undead: str
 ) -> RankFailedError:
     failures = tuple(RankFailure(**values) for values in done.failures)
@@ -94,8 +96,10 @@ def _draw(failures: tuple[RankFailure, ...], done: Done, nproc: int, undead: str
     word = "ranks" if same else "rank"
     lines = [f"\x1b[31mRankFailedError\x1b[0m: {word} {ranks} of {nproc} failed{attempt}"]
     lines += cause.traceback.splitlines() or [f"rank {cause.rank} (pid {cause.pid}) {cause.message}"]
+    if cause.type_name == "SystemExit":
+        lines.append(f"rank {cause.rank} ended early: {cause.message}")
     lines += [
-        f"rank {failure.rank} failed too: {failure.type_name or 'ended'}: {failure.message.splitlines()[0] if failure.message else ''}"
+        f"rank {failure.rank} failed too: {failure.type_name or 'ended'}: {_first_line(failure.message)}"
         for failure in rest
         if failure not in same
     ]
@@ -103,96 +107,32 @@ def _draw(failures: tuple[RankFailure, ...], done: Done, nproc: int, undead: str
     stopped = [rank for rank in range(nproc) if rank not in failed and rank not in done.finished]
     if stopped:
         verb = "was" if len(stopped) == 1 else "were"
-        lines.append(f"{_ranks_word(stopped)} {verb} stopped; rank {cause.rank} failed first")
-    hint = _keyboard_hint(cause) or cause.hint
-    if hint:
-        lines.append(f"hint: {hint}")
+        lines.append(f"{name_ranks(stopped)} {verb} stopped; rank {cause.rank} failed first")
+    if cause.hint:
+        lines.append(f"hint: {cause.hint}")
     if undead:
         lines.append(undead.strip())
     return tuple(lines)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _essence(failure: RankFailure) -> tuple[str, str]:
     return failure.type_name, _ANSI.sub("", failure.traceback)
 
 
-def _keyboard_hint(failure: RankFailure) -> str | None:
-    if failure.type_name in _NO_KEYBOARD_TYPES or "input" in failure.message and "StdinNotImplemented" in failure.type_name:
-        return "ranks have no keyboard: train.func() runs it here, in the kernel"
-    return None
-
-
 def _load_exception(path: Path, cause: RankFailure, shipped: Mapping[str, object]) -> BaseException:
     """The rank's own exception, unless loading it would import modules here that the user has not."""
     try:
-        bundle = Bundle.open(path)
-        if all(name in sys.modules for name in modules_of(bundle)):
-            loaded = thaw(bundle, shipped=shipped)[ERROR]
-            if isinstance(loaded, BaseException):
-                return loaded
-    except (OSError, BundleError):
-        pass
-    except Exception:  # noqa: BLE001 - the user's class may raise anything when it is rebuilt; the text is kept below
-        pass
-    return RemoteError(cause.type_name or "RankDied", cause.message)
-
-
-def modules_of(bundle: Bundle) -> set[str]:
-    """Names of the modules that a pickle would import (from its opcodes, without loading it)."""
-    import pickletools
-
-    strings: list[str] = []
-    modules = set()
-    for opcode, argument, _ in pickletools.genops(b"".join(bytes(piece) for piece in bundle.stream)):
-        if opcode.name == "GLOBAL" and isinstance(argument, str):
-            modules.add(argument.split(" ")[0])
-        elif "UNICODE" in opcode.name and isinstance(argument, str):
-            strings.append(argument)
-        elif opcode.name == "STACK_GLOBAL":
-            modules.update(strings[-2:-1])
-    return modules
+        loaded = thaw(Bundle.open(path), shipped=shipped, may_import=False)[ERROR]
+    except Exception:  # noqa: BLE001 - the user's class may raise anything when it is rebuilt; its text is kept below
+        loaded = None
+    return loaded if isinstance(loaded, BaseException) else RemoteError(cause.type_name or "RankDied", cause.message)
 
 
 def _with_plain_note(error: _E) -> _E:
     """Where no IPython draws the error, Python shows notes."""
     error.add_note(_ANSI.sub("", "\n".join(error._lines[1:])))  # noqa: SLF001 - of the same package
     return error
-
-
-def describe_stacks(directory: RunDirectory, nproc: int) -> list[str]:
-    """Where every rank was: its Python stacks, equal ones once."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for rank in range(nproc):
-        try:
-            text = directory.rank_file(rank, "stacks").read_text(errors="replace")
-        except FileNotFoundError:
-            text = ""
-        groups[_last_dump(text)].append(rank)
-    lines = []
-    for text, ranks in groups.items():
-        lines.append(f"{_ranks_word(ranks)}:")
-        lines += [f"  {line}" for line in text.splitlines()] or ["  no Python stack: the process did not answer"]
-    return lines
-
-
-def _last_dump(text: str) -> str:
-    """The main thread's stack, without the thread's id, which differs from rank to rank."""
-    blocks = [block for block in re.split(r"\n\n", text.strip()) if "air_nb-lifeline" not in block]
-    mains = [block for block in blocks if block.startswith("Current thread")]
-    block = mains[-1] if mains else (blocks[-1] if blocks else "")
-    return re.sub(r"0x[0-9a-f]+", "", block)
-
-
-def _ranks_word(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

@@ -1,38 +1,42 @@
 """The user's session: owns the launcher and the GPU sampler, composes capture, placement, launch and view.
 
-One per process, made on first use. Every launch runs on the thread that asked for it and blocks it until no process of the
-run is left; several threads may launch at a time. Threads of its own: the launcher's reader (see ``launch.client``).
+One per process, made on first use. Every launch runs on the thread that asked for it and blocks it until no process of
+the run is left; several threads may launch at a time. Threads of its own: the launcher's reader (``launch.client``),
+and ``air_nb-tidy``, which ends as soon as the runs of others have been looked through.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from air_nb.capture.credentials import mask_credentials
 from air_nb.capture.freeze import CapturedNamespace, capture
-from air_nb.errors import AirNbError, NestedLaunchError
+from air_nb.errors import LauncherError, NestedLaunchError
 from air_nb.launch.client import LauncherClient
 from air_nb.launch.key import changed, current_key
 from air_nb.monitor.sampler import Sampler
-from air_nb.protocol.messages import Done, Interrupt, Run, RunState
+from air_nb.protocol.messages import Done, Run, RunState
 from air_nb.protocol.names import WARNING_FILTERS
-from air_nb.protocol.task import PAYLOAD_FILE, RankTask
+from air_nb.protocol.task import PAYLOAD_FILE, TASK_FILE, RankTask
 from air_nb.runs.directory import RunDirectory, RunRecord, make_run_name
+from air_nb.runs.forked import abandon_in_children
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.retention import close_dead_runs, prune
 from air_nb.session.devices import Placement, place
 from air_nb.session.interrupts import InterruptCounter
 from air_nb.session.kernel_state import kernel_facts, rank_environment, warning_filters
-from air_nb.session.outcome import fail, load_values
-from air_nb.session.wait import RunWaiter
+from air_nb.session.outcome import fail, interruption, load_values
+from air_nb.session.wait import RunWaiter, end_run
 from air_nb.view.cell import CellView
-from air_nb.view.draw import detect_front
+from air_nb.view.draw import detect_front, pin_thread_to_cell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,7 +62,7 @@ class Launch:
         task: Further fields of ``RankTask``.
     """
 
-    kind: str
+    kind: Literal["cell", "function"]
     source: str
     names: Mapping[str, Any]
     task: Mapping[str, Any] = field(default_factory=dict)
@@ -71,7 +75,7 @@ class Session:
         self._lock = threading.Lock()
         self._launcher: LauncherClient | None = None
         self._sampler = Sampler()
-        os.register_at_fork(after_in_child=self._abandon)
+        abandon_in_children(self)
 
     @property
     def sampler(self) -> Sampler:
@@ -84,16 +88,12 @@ class Session:
         return self._launcher
 
     def warm(self) -> None:
-        """Start launcher and sampler in the background; returns at once."""
+        """Start launcher and sampler, and tidy up, in the background; returns at once."""
         with self._lock:
             if self._launcher is None or not self._launcher.is_alive:
                 self._launcher = LauncherClient(os.environ)
         self._sampler.start()
-
-    def tidy(self) -> None:
-        """Close the records of runs that died with their kernel, and delete the oldest directories."""
-        close_dead_runs()
-        prune()
+        threading.Thread(target=tidy, name="air_nb-tidy", daemon=True).start()
 
     def close(self) -> None:
         """End the launcher and everything below it, and the sampler."""
@@ -103,11 +103,10 @@ class Session:
             launcher.close()
         self._sampler.close()
 
-    def _abandon(self) -> None:
-        """A forked child of the kernel must hold no lifeline of ours, or the launcher would outlive the kernel."""
-        if self._launcher is not None:
-            self._launcher.abandon()
-            self._launcher = None
+    def abandon(self) -> None:
+        """In a forked child of the kernel: forget the launcher, which is the parent's."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._launcher = None
 
     def run(self, launch: Launch, options: RunOptions, shell: InteractiveShell | None) -> list[dict[str, Any]]:
         """Run on every rank and wait.
@@ -125,12 +124,13 @@ class Session:
         if "AIR_NB_RUN_ID" in os.environ:
             msg = "this is a rank already: a run can't be started inside a run"
             raise NestedLaunchError(msg)
+        pin_thread_to_cell()  # now: another cell may run while the launcher warms up
+        _check_cwd()
         captured = self._capture(launch, shell)
         name = options.name or make_run_name()
-        directory = RunDirectory.create()
         placement = place(options, self._sampler, f"pid {os.getpid()}, run {name}")
         with placement.held:
-            return _LaunchedRun(self, launch, options, shell, captured, placement, directory, name).run()
+            return _LaunchedRun(self, launch, options, shell, captured, placement, name).run()
 
     def _capture(self, launch: Launch, shell: InteractiveShell | None) -> CapturedNamespace:
         namespace = {**launch.names, WARNING_FILTERS: warning_filters()}
@@ -142,29 +142,33 @@ class Session:
             hidden=shell.user_ns_hidden if shell is not None else {},
         )
 
-    def fitting_launcher(self, *, cold: bool) -> tuple[LauncherClient, str]:
-        """A launcher for the environment as it is now, and a note if a new one had to be started."""
+    def borrow_launcher(self, *, cold: bool) -> tuple[LauncherClient, str]:
+        """A launcher for the environment as it is now, to be given back, and a note if a new one had to be started."""
         with self._lock:
-            old = self._launcher
-            why = ""
-            if old is not None and not old.is_alive:
-                old, why = None, "the launcher had ended"
-            elif old is not None and cold:
-                why = "--cold"
-            elif old is not None and (names := changed(old.key, current_key())):
-                why = f"{', '.join(names)} changed"
-            if old is not None and not why:
-                return old, ""
-            if old is not None:
-                old.retire()
-            self._launcher = LauncherClient(os.environ)
+            why = self._why_new_launcher(cold=cold)
+            if self._launcher is None or why:
+                if self._launcher is not None:
+                    self._launcher.retire()
+                self._launcher = LauncherClient(os.environ)
+            self._launcher.borrow()
             return self._launcher, why and f"{why}: new launcher"
+
+    def _why_new_launcher(self, *, cold: bool) -> str:
+        old = self._launcher
+        if old is None:
+            return ""
+        if not old.is_alive or old.problem is not None:
+            return "the launcher had ended"
+        if cold:
+            return "--cold"
+        names = changed(old.key, current_key())
+        return f"{', '.join(names)} changed" if names else ""
 
 
 class _LaunchedRun:
     """One launch from placement to values."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - everything that a launch consists of
+    def __init__(  # noqa: PLR0917 - everything that a launch consists of
         self,
         session: Session,
         launch: Launch,
@@ -172,7 +176,6 @@ class _LaunchedRun:
         shell: InteractiveShell | None,
         captured: CapturedNamespace,
         placement: Placement,
-        directory: RunDirectory,
         name: str,
     ) -> None:
         self._session = session
@@ -181,49 +184,87 @@ class _LaunchedRun:
         self._shell = shell
         self._captured = captured
         self._placement = placement
-        self._directory = directory
+        self._directory = RunDirectory.create()
         self._name = name
         self._nproc = placement.topology.world_size
         self._notes = [note for note in (placement.note, _gpu_note(captured)) if note]
-        self._launcher: LauncherClient | None = None
 
     def run(self) -> list[dict[str, Any]]:
-        env = self._write_files()
+        try:
+            env = self._write_files()
+        except BaseException:
+            shutil.rmtree(self._directory.path, ignore_errors=True)  # no run: nothing was started
+            raise
+        waker = _Waker()
+        try:
+            with InterruptCounter(waker.wake) as interrupts:
+                done = self._launch_and_follow(env, interrupts, waker)
+        except BaseException as error:
+            self._close_record(RunState.KILLED if isinstance(error, KeyboardInterrupt) else RunState.FAILED, str(error))
+            raise
+        interrupted = interrupts.count > 0
+        self._close_record(RunState.KILLED if interrupted else RunState(done.state), done.reason)
+        return self._outcome(done, interrupted=interrupted)
+
+    def _launch_and_follow(self, env: dict[str, str], interrupts: InterruptCounter, waker: _Waker) -> Done:
         view = CellView(
             self._nproc,
             self._options.output,
-            self._name,
+            self._directory.run_id,
             quiet=self._options.quiet,
             front=detect_front(),
             log_dir=self._directory.path,
         )
-        run = Run(self._directory.run_id, str(self._directory.path), self._nproc, env, self._options.timeout_s)
-        waker = _Waker()
-        with InterruptCounter(waker.wake) as interrupts:
-            launcher = self._warm_launcher(interrupts)
+        launcher, note = self._session.borrow_launcher(cold=self._options.cold)
+        try:
+            warm_s = self._wait_until_warm(launcher, interrupts)
+            if note:
+                self._notes.append(f"{note}, {warm_s:.1f} s")
             view.start(self._header())
             started = time.monotonic()
-            events = launcher.run(run)
-            waker.events = events
-            if interrupts.count:
-                events.wake()
-            try:
-                done = RunWaiter(self._directory, self._nproc, events, launcher, view, interrupts).wait()
-            finally:
-                waker.events = None
-                launcher.forget(run.run_id)
+            done = self._follow(launcher, env, view, interrupts, waker)
             view.header(f"{self._header()} · {done.state}")
             view.finish(_footer(done, time.monotonic() - started))
-        return self._outcome(done, interrupted=interrupts.count > 0)
+        finally:
+            launcher.give_back()
+        return done
+
+    def _follow(
+        self,
+        launcher: LauncherClient,
+        env: dict[str, str],
+        view: CellView,
+        interrupts: InterruptCounter,
+        waker: _Waker,
+    ) -> Done:
+        run_id = self._directory.run_id
+        events = launcher.run(Run(run_id, str(self._directory.path), self._nproc, env, self._options.timeout_s))
+        waker.events = events
+        if interrupts.count:
+            events.wake()
+        try:
+            return RunWaiter(self._directory, self._nproc, events, launcher, view, interrupts).wait()
+        except BaseException:  # drawing failed: nobody follows the run any more
+            end_run(launcher, run_id, events)
+            raise
+        finally:
+            waker.events = None
+            launcher.forget(run_id)
+
+    def _close_record(self, state: RunState, reason: str) -> None:
+        """Record how it ended, unless the launcher has done so: it has died, or it was never told of the run."""
+        with suppress(OSError, ValueError):  # a full disk must not hide how the run ended
+            if not self._directory.read_record().state.is_final:
+                self._directory.update_record(state=state, ended_at=time.time(), reason=reason)
 
     def _write_files(self) -> dict[str, str]:
-        env, threads = rank_environment(
-            self._placement.topology, self._options.env, self._directory.run_id, self._name
-        )
+        env, threads = rank_environment(self._placement.topology, self._options.env, self._directory.run_id, self._name)
         facts = kernel_facts(self._shell, threads, self._captured.sources)
-        kind = "cell" if self._launch.kind == "cell" else "function"
         fields: dict[str, Any] = {"header": "", **facts, **self._launch.task}
-        RankTask(kind=kind, run_name=self._name, source=self._launch.source, **fields).write(self._directory.path)
+        (self._directory.path / TASK_FILE).touch(mode=0o600)
+        RankTask(kind=self._launch.kind, run_name=self._name, source=self._launch.source, **fields).write(
+            self._directory.path
+        )
         self._captured.bundle.write(self._directory.path / PAYLOAD_FILE)
         self._directory.write_private("cell.py", mask_credentials(self._launch.source))
         topology = self._placement.topology
@@ -243,24 +284,17 @@ class _LaunchedRun:
         )
         return env
 
-    def _warm_launcher(self, interrupts: InterruptCounter) -> LauncherClient:
-        """The launcher, once it is warm; an interrupt ends the waiting, not the warming."""
-        launcher, note = self._session.fitting_launcher(cold=self._options.cold)
+    @staticmethod
+    def _wait_until_warm(launcher: LauncherClient, interrupts: InterruptCounter) -> float:
+        """Seconds until it was; an interrupt ends the waiting, not the warming."""
         started = time.monotonic()
         while not launcher.wait_ready(0.1):
             if interrupts.count:
-                self._abort("interrupted while the launcher was warming up")
-                raise KeyboardInterrupt
+                raise interruption("the launcher was still warming up, no rank was started")
             if time.monotonic() - started > _WARM_TIMEOUT_S:
-                self._abort("the launcher did not get warm")
                 msg = f"the launcher was not ready after {_WARM_TIMEOUT_S:g} s.\n{launcher.log_tail()}"
-                raise AirNbError(msg)
-        if note:
-            self._notes.append(f"{note}, {time.monotonic() - started:.1f} s")
-        return launcher
-
-    def _abort(self, reason: str) -> None:
-        self._directory.update_record(state=RunState.KILLED, ended_at=time.time(), reason=reason)
+                raise LauncherError(msg)
+        return time.monotonic() - started
 
     def _header(self) -> str:
         topology = self._placement.topology
@@ -272,7 +306,7 @@ class _LaunchedRun:
 
     def _outcome(self, done: Done, *, interrupted: bool) -> list[dict[str, Any]]:
         values = load_values(self._directory, done.finished, self._nproc, self._captured.shipped)
-        if done.state == RunState.FINISHED:
+        if done.state == RunState.FINISHED and not interrupted:
             self._directory.settle()
             return [value or {} for value in values]
         error = fail(
@@ -280,6 +314,19 @@ class _LaunchedRun:
         )
         self._directory.settle()
         raise error
+
+
+def _check_cwd() -> None:
+    """Ranks start in the kernel's working directory.
+
+    Raises:
+        LauncherError: There is none any more.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        msg = "the kernel's working directory was removed: os.chdir(...) to one that exists, then run the cell again"
+        raise LauncherError(msg) from None
 
 
 def _results(values: list[dict[str, Any] | None]) -> list[Any]:
@@ -307,6 +354,12 @@ def _footer(done: Done, seconds: float) -> str:
     return f"{done.state} in {seconds:.1f} s"
 
 
+def tidy() -> None:
+    """Close the records of runs that died with their kernel, and delete the oldest directories."""
+    close_dead_runs()
+    prune()
+
+
 _session: Session | None = None
 _session_lock = threading.Lock()
 
@@ -322,7 +375,7 @@ def get_session() -> Session:
 
 def close_session() -> None:
     """End the session; the next ``get_session`` makes a new one."""
-    global _session  # noqa: PLW0603
+    global _session
     with _session_lock:
         session, _session = _session, None
     if session is not None:

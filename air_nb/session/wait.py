@@ -6,6 +6,7 @@ and from a thread of the user's own. The rank's files are followed by inotify; a
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import time
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from inotify_simple import INotify, flags
 
-from air_nb.protocol.events import RankEnded
+from air_nb.protocol.events import RankEnded, RankEvent
 from air_nb.protocol.messages import Done, Exited, Interrupt, Kill, Refused, RunState
 from air_nb.runs.logs import RankLogReader
 
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
     from air_nb.session.interrupts import InterruptCounter
     from air_nb.view.cell import CellView
 
-__all__ = ["RunWaiter"]
+__all__ = ["RunWaiter", "end_run"]
 
-_READ_PAUSE_S = 0.02  # a flood is taken in pieces; the first line after a pause is drawn at once
+_SHORTEST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.02  # a flood is taken in pieces; the first line after a quiet moment is drawn at once
+_BUSY = 5  # reads closer together than so many pauses are a flood
+_INTERRUPTED_KEEP_BYTES = 1 << 15
+_END_S = 10.0
 _STUCK_S = 12.0  # the stop ladder has ended long before: 3 + 1.5 s, then 5 s for processes that SIGKILL can't end
 
 
@@ -56,11 +61,12 @@ class RunWaiter:
         self._view = view
         self._interrupts = interrupts
         self._sent = 0
-        self._give_up_at: float | None = None
+        self._give_up_at = math.inf
         self._inotify = INotify()
         self._inotify.add_watch(os.fspath(directory.path), flags.MODIFY)
         self._readers = [RankLogReader(directory, rank) for rank in range(nproc)]
-        self._next_read = 0.0
+        self._last_read = -math.inf
+        self._pause_s = _SHORTEST_PAUSE_S
         self._changed = True
 
     def wait(self) -> Done:
@@ -80,9 +86,9 @@ class RunWaiter:
             self._select()
             self._forward_interrupts()
             now = time.monotonic()
-            if self._changed and now >= self._next_read:
+            if self._changed and now >= self._last_read + self._pause_s:
                 self._changed = self._read_all()
-                self._next_read = now + _READ_PAUSE_S
+                self._adapt_pause(now)
             for event in self._events.take():
                 if isinstance(event, Exited):
                     self._end_rank(self._readers[event.rank])
@@ -92,18 +98,25 @@ class RunWaiter:
                     return Done(event.run_id, RunState.FAILED, reason=event.reason)
             self._view.tick()
 
+    def _adapt_pause(self, now: float) -> None:
+        """Read less often while there is always something, and at once when there was nothing for a while."""
+        busy = now - self._last_read < _BUSY * self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if busy else _SHORTEST_PAUSE_S
+        self._last_read = now
+
     def _select(self) -> None:
-        """Until something happens. While reading is paused, inotify is left alone: a flood would wake us for nothing."""
+        """Until something happens. While reading is paused, inotify is left alone: a flood would wake us in vain."""
         now = time.monotonic()
-        paused = now < self._next_read
+        next_read = self._last_read + self._pause_s
+        paused = now < next_read
         waits = [self._view.timeout()]
         if self._changed or paused:
-            waits.append(max(0.0, self._next_read - now))
-        if self._give_up_at is not None:
+            waits.append(max(0.0, next_read - now))
+        if self._give_up_at < math.inf:
             waits.append(max(0.0, self._give_up_at - now))
         bounds = [wait for wait in waits if wait is not None]
         watched = [self._events.reader] if paused else [self._events.reader, self._inotify.fd]
-        ready, _, _ = select.select(watched, [], [], min(bounds) if bounds else None)
+        ready = _readable(watched, min(bounds) if bounds else None)
         if self._events.reader in ready:
             self._events.drain()
         if self._inotify.fd in ready:
@@ -114,13 +127,18 @@ class RunWaiter:
         """Whether there may be more to read at once."""
         more = False
         for reader in self._readers:
-            found = reader.read()
+            found = self._skip(reader) + reader.read()
             if found:
                 self._view.feed(found)
                 more = True
         return more
 
+    def _skip(self, reader: RankLogReader) -> list[RankEvent]:
+        """Once interrupted, the end of a flood is enough: a rank writes gigabytes faster than anybody can draw them."""
+        return reader.skip(_INTERRUPTED_KEEP_BYTES) if self._sent else []
+
     def _end_rank(self, reader: RankLogReader) -> None:
+        self._view.feed(self._skip(reader))
         while found := reader.read(final=True):
             self._view.feed(found)
         self._view.feed([RankEnded(reader.rank)])
@@ -128,9 +146,30 @@ class RunWaiter:
     def _forward_interrupts(self) -> None:
         if self._interrupts.count > self._sent:
             run_id = self._directory.run_id
-            self._launcher.send(Interrupt(run_id) if self._sent == 0 else Kill(run_id))
             self._sent = self._interrupts.count
-            self._give_up_at = time.monotonic() + _STUCK_S
-        if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
+            self._launcher.send(Interrupt(run_id) if self._sent == 1 else Kill(run_id))
+            if self._sent == 1 or self._give_up_at == math.inf:
+                self._give_up_at = time.monotonic() + _STUCK_S
+        if time.monotonic() >= self._give_up_at:
             self._launcher.kill()  # it does not answer; its lifelines end everything below it
-            self._give_up_at = None
+            self._give_up_at = math.inf
+
+
+def end_run(launcher: LauncherClient, run_id: str, events: RunEvents) -> None:
+    """SIGKILL every rank of a run that nobody follows any more, and wait until it is over (bounded)."""
+    launcher.send(Kill(run_id, "the kernel failed while it drew the output"))
+    end = time.monotonic() + _END_S
+    while (left := end - time.monotonic()) > 0:
+        if any(isinstance(event, Done | Refused) for event in events.take()):
+            return
+        if _readable([events.reader], left):
+            events.drain()
+
+
+def _readable(descriptors: list[int], timeout_s: float | None) -> list[int]:
+    """Those that can be read; unlike ``select``, good for a kernel with more than 1,024 open files."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    ready = poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+    return [descriptor for descriptor, _ in ready]

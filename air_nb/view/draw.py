@@ -2,7 +2,8 @@
 
 Everything is drawn by the thread that waits for the run, through ``sys.stdout``, ``sys.stderr`` and IPython's display
 publisher as they are at that moment, so that capturing them works as for any code of the cell. In a notebook at most
-20 batches a second are sent: past 1,000 messages or 1 MB of stream text a second the Jupyter server drops everything.
+100 batches a second are sent, 20 in a flood: past 1,000 messages or 1 MB of stream text a second the Jupyter server
+drops everything.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from air_nb.view.actions import Action, Clear, Print, Show, Update
 
 __all__ = ["Drawer", "Front", "detect_front", "pin_thread_to_cell"]
 
-BATCH_S = 0.05
+_FLOOD_BATCH_S = 0.05
+_BATCH_S = 0.01  # a few lines a second are drawn at once; the server allows 1,000 messages a second
+_FLOOD_CHARS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,8 @@ class Drawer:
                     assert_never(action)
         self._flush_streams(used)
         # Counted from the end: a slow front end then gets fewer batches, not a queue of them.
-        self._next_at = self._clock() + BATCH_S
+        chars = sum(len(action.text) for action in waiting if isinstance(action, Print))
+        self._next_at = self._clock() + (_FLOOD_BATCH_S if chars > _FLOOD_CHARS else _BATCH_S)
 
     def close(self) -> None:
         """Draw what is left; where displays can't be updated, print what the last update of each would have shown."""

@@ -54,18 +54,25 @@ class Folder:
 
     Args:
         ranks: How many.
-        wait_s: How long a line waits for the ranks that have not printed.
+        wait_s: How long a line waits for the ranks that have not printed, counted from when all have begun.
+        start_s: How long lines wait at most for ranks that have not begun.
         look_s: How long differing lines wait for more, to find out which rank is ahead.
         max_queued: Lines of one rank that may wait.
         max_chars: Characters of one rank that may wait.
     """
 
-    def __init__(self, ranks: int, *, wait_s: float, look_s: float, max_queued: int, max_chars: int) -> None:
+    def __init__(
+        self, ranks: int, *, wait_s: float, start_s: float, look_s: float, max_queued: int, max_chars: int
+    ) -> None:
         self.look_ahead = True
         self._queues: list[deque[Item]] = [deque() for _ in range(ranks)]
         self._chars = [0] * ranks
         self._running = set(range(ranks))
+        self._not_begun = set(range(ranks))
+        self._all_began_at: float | None = None
+        self._first_at: float | None = None
         self._wait_s = wait_s
+        self._start_s = start_s
         self._look_s = look_s
         self._max_queued = max_queued
         self._max_chars = max_chars
@@ -75,6 +82,14 @@ class Folder:
         """Queue what this rank has made."""
         self._queues[rank].extend(items)
         self._chars[rank] += sum(len(item.text) for item in items)
+
+    def begin(self, rank: int, now: float) -> None:
+        """This rank has begun with the cell."""
+        if self._first_at is None:
+            self._first_at = now
+        self._not_begun.discard(rank)
+        if not self._not_begun and self._all_began_at is None:
+            self._all_began_at = now
 
     def end(self, rank: int) -> None:
         """Nothing more comes from this rank; the others no longer wait for it."""
@@ -124,7 +139,7 @@ class Folder:
         expired = {rank for rank, item in heads if self._is_expired(rank, item, now)}
         if not expired:
             if waiting:
-                self._deadline = min(item.at for _, item in heads) + self._wait_s
+                self._deadline = min(self._due_at(item) for _, item in heads)
                 return []
             look_until = max(item.at for _, item in heads) + self._look_s
             if now < look_until and any(len(self._queues[rank]) <= _LOOKAHEAD for rank in self._running):
@@ -138,9 +153,16 @@ class Folder:
             return [ranks for ranks in free if not expired.isdisjoint(ranks)] or free or [next(iter(groups.values()))]
         return free or [next(iter(groups.values()))]
 
+    def _due_at(self, item: Item) -> float:
+        """When a line goes without the ranks that have not printed it."""
+        if self._all_began_at is not None:
+            return max(item.at, self._all_began_at) + self._wait_s
+        first_at = item.at if self._first_at is None else self._first_at
+        return max(item.at + self._wait_s, first_at + self._start_s)
+
     def _is_expired(self, rank: int, item: Item, now: float) -> bool:
         return (
-            now >= item.at + self._wait_s
+            now >= self._due_at(item)
             or len(self._queues[rank]) > self._max_queued
             or self._chars[rank] > self._max_chars
         )

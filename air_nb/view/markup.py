@@ -20,4 +20,6 @@ def as_html(text: str) -> str:
 def headline(text: str) -> dict[str, Any]:
     """MIME bundle of one line of ours: its text, and the same with links that can be clicked."""
     linked = _LINK.sub(lambda link: f'<a href="{link[0]}" target="_blank">{link[0]}</a>', as_html(text))
-    return {"text/plain": text, "text/html": f'<div style="opacity:.75">{linked}</div>'}
+    # In line with the text of the ranks, and of its size: JupyterLab sets both by these variables.
+    style = "opacity:.75;padding-left:var(--jp-code-padding,5px);font-size:var(--jp-code-font-size,13px)"
+    return {"text/plain": text, "text/html": f'<div style="{style}">{linked}</div>'}

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, assert_never
 
-from air_nb.protocol.events import RankEnded, RankEvent, Rich, StreamName, Text
+from air_nb.protocol.events import RankBegan, RankEnded, RankEvent, Rich, StreamName, Text
 from air_nb.view.actions import Action
 from air_nb.view.fold import Folder, Item, Released, label
 from air_nb.view.markup import headline
@@ -32,6 +32,7 @@ __all__ = ["CellModel", "OutputMode"]
 OutputMode = Literal["merged", "rank0", "all", "tabs", "none"]
 
 FOLD_S = 0.15
+START_S = 1.0
 LOOK_S = 0.01
 QUIET_S = 30.0
 SETTLE_S = 0.15
@@ -103,6 +104,7 @@ class CellModel:
             self._folder = Folder(
                 ranks,
                 wait_s=QUIET_S if quiet else FOLD_S,
+                start_s=QUIET_S if quiet else START_S,
                 look_s=QUIET_S if quiet else LOOK_S,
                 max_queued=_QUIET_QUEUED if quiet else _QUEUED,
                 max_chars=_QUIET_QUEUED_CHARS if quiet else _QUEUED_CHARS,
@@ -140,7 +142,10 @@ class CellModel:
                     self._text(event, now)
                 case Rich():
                     self._rich(event, now)
+                case RankBegan():
+                    self._begin(event.rank, now)
                 case RankEnded():
+                    self._begin(event.rank, now)
                     self._end(event.rank)
                 case _:
                     assert_never(event)
@@ -228,6 +233,10 @@ class CellModel:
             self._folder.push(event.rank, [item])
         else:
             self._release(Released((event.rank,), (item,)))
+
+    def _begin(self, rank: int, now: float) -> None:
+        if self._folder is not None:
+            self._folder.begin(rank, now)
 
     def _end(self, rank: int) -> None:
         for source in self._sources[rank].values():

@@ -105,7 +105,8 @@ def test_two_kernels_never_take_the_same_gpu(gpu_kernel: Kernel, machine: FakeNv
 def test_air_gpus_shows_which_rank_holds_what(gpu_kernel: Kernel, machine: FakeNvml, tmp_path):
     with running_kernel(tmp_path, env=machine.environment) as other:
         cell = gpu_kernel.start(
-            "%%distributed --gpu-ids 4 --name holder\nimport os, time\nprint('pid', os.getpid(), flush=True); time.sleep(30)"
+            "%%distributed --gpu-ids 4 --name holder\n"
+            "import os, time\nprint('pid', os.getpid(), flush=True); time.sleep(30)"
         )
         gpu_kernel.follow(cell, until=lambda cell: "pid" in cell.stream())
         pid = re.search(r"pid (\d+)", cell.stream())
@@ -129,12 +130,18 @@ def test_a_script_asks_the_driver_too(machine: FakeNvml, tmp_path):
         "import os\nfrom air_nb import distributed\n"
         "@distributed(gpus=1, gpu_type='H100')\ndef train():\n    return os.environ['CUDA_VISIBLE_DEVICES']\n"
         "print(train.distributed())\n"
-        "try:\n    train.with_overrides(gpu_type='A10').distributed()\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
+        "try:\n    train.with_overrides(gpu_type='A10').distributed()\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
     )
     import os
 
     done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, **machine.environment}, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, str(script)],
+        env={**os.environ, **machine.environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert machine.uuid(3) in done.stdout
     assert "DeviceError" in done.stdout

@@ -53,7 +53,7 @@ _EXAMPLES: list[Exception] = [
     errors.LauncherError("died"),
     errors.NestedLaunchError("inside rank 1"),
     errors.NotDistributedError("train is distributed"),
-    errors.RemoteError(type_name="pkg.Odd", message="text", notes=("a note",)),
+    errors.RemoteError(type_name="pkg.Odd", message="text"),
     *(
         error("rank 2 failed", run_id="r1", failures=(_FAILURE,), results=[1, None], lines=("shown",))
         for error in (errors.RunError, errors.RankFailedError, errors.RunTimeoutError, errors.RunStoppedError)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from air_nb.protocol.events import RankEnded, RankEvent, Rich, Text
+from air_nb.protocol.events import RankBegan, RankEnded, RankEvent, Rich, Text
 from air_nb.view.actions import Action, Clear, Print, Show, Update
 from air_nb.view.model import CellModel
 
@@ -15,12 +15,14 @@ from air_nb.view.model import CellModel
 class Cell:
     """A model, a clock that the test turns, and the outputs of a notebook cell."""
 
-    def __init__(self, ranks=2, mode="merged", *, quiet=False, live=True, **options):
+    def __init__(self, ranks=2, mode="merged", *, quiet=False, live=True, begun=True, **options):
         self.model = CellModel(ranks, mode, quiet=quiet, live_bars=live, **options)
         self.now = 100.0
         self.outputs: list[list[Any]] = []
         self.actions: list[Action] = []
         self._clearing = False
+        if begun:
+            self.feed(*map(RankBegan, range(ranks)))
 
     def feed(self, *events: RankEvent) -> Cell:
         for event in events:

@@ -8,7 +8,10 @@ from air_nb.view.fold import Folder, Item, label
 
 
 def folder(ranks: int, *, wait_s=0.15, look_s=0.01, max_queued=1000, max_chars=1 << 20) -> Folder:
-    return Folder(ranks, wait_s=wait_s, look_s=look_s, max_queued=max_queued, max_chars=max_chars)
+    folder = Folder(ranks, wait_s=wait_s, start_s=wait_s, look_s=look_s, max_queued=max_queued, max_chars=max_chars)
+    for rank in range(ranks):
+        folder.begin(rank, 0.0)
+    return folder
 
 
 def push(folder: Folder, rank: int, *lines: str, at=0.0, stream="stdout") -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from air_nb.protocol.events import RankEnded, Rich, Text
+from air_nb.protocol.events import RankBegan, RankEnded, Rich, Text
 from air_nb.view.actions import Print, Show, Update
 from air_nb.view.rich import WIDGET_VIEW
 
@@ -33,6 +33,24 @@ def test_line_of_one_rank_is_shown_after_150_ms(make_cell):
     cell.wait(0.15)
     assert cell.text == "[0] hello\n"
     assert cell.model.next_deadline(cell.now) is None
+
+
+def test_lines_wait_for_ranks_that_have_not_begun_so_that_they_fold_with_theirs(make_cell):
+    cell = make_cell(2, begun=False).feed(RankBegan(0)).out(0, "hello\n").wait(0.5)
+    assert cell.text == ""
+    cell.feed(RankBegan(1)).wait(0.1).out(1, "hello\n")
+    assert cell.text == "[0-1] hello\n"
+
+
+def test_lines_go_150_ms_after_the_last_rank_has_begun(make_cell):
+    cell = make_cell(2, begun=False).feed(RankBegan(0)).out(0, "hello\n").wait(0.5).feed(RankBegan(1)).wait(0.15)
+    assert cell.text == "[0] hello\n"
+
+
+def test_lines_go_after_a_second_if_a_rank_does_not_begin(make_cell):
+    cell = make_cell(2, begun=False).feed(RankBegan(0)).out(0, "hello\n").wait(0.99)
+    assert cell.text == ""
+    assert cell.wait(0.02).text == "[0] hello\n"
 
 
 def test_streams_are_kept(make_cell):

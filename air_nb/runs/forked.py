@@ -1,8 +1,7 @@
 """Gives up what a forked child of the kernel must not keep: pipes to our processes, locks on GPUs.
 
-A cell may call `os.fork` or use multiprocessing's fork method. The child then has our descriptors: it would keep the
-sampling process's pipe and the GPU locks alive after the kernel, and its exit handlers would close what is still the
-kernel's.
+A cell may call ``os.fork`` or use multiprocessing's fork method. The child then has our descriptors: it would keep a
+launcher's pipe or a GPU lock alive after the kernel, and its exit handlers would close what is still the kernel's.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _owners: weakref.WeakSet[_Owner] = weakref.WeakSet()
 
 
 def abandon_in_children(owner: _Owner) -> None:
-    """Have the owner's `abandon` called in every child that this process forks while the owner is alive.
+    """Have the owner's ``abandon`` called in every child that this process forks while the owner is alive.
 
     Args:
         owner: What holds descriptors.
