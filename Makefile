@@ -50,7 +50,7 @@ lint: .venv/.dev
 
 # Notebooks are compared with their saved outputs, on CPU ranks wherever they run, and keep their runs to themselves.
 test: lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 ifneq ($(NOTEBOOKS),)
 	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && \
 	  export AIR_NB_HOME="$$home" AIR_NB_DEVICE=cpu IPYTHONDIR="$$home/ipython" && \

@@ -53,7 +53,8 @@ class DistributedFunction(Generic[P, R]):
         labels = _positional_labels(self.func, args, kwargs)
         # Here, not at the top: `from air_nb import distributed` must be cheap.
         from air_nb.protocol.names import FUNCTION, RESULT
-        from air_nb.session import Launch, get_session
+        from air_nb.session.launched import Launch
+        from air_nb.session.session import get_session
 
         positional = {f"argument {label}": value for label, value in zip(labels, args, strict=True)}
         keywords = {f"argument {name}": value for name, value in kwargs.items()}

@@ -1,4 +1,7 @@
-"""``%%distributed`` and ``%air``: the only module that faces IPython's magics. Each delegates to the session."""
+"""``%%distributed`` and ``%air``: the only module that faces IPython's magics. Each delegates to the session.
+
+What only a launch needs is imported there: ``%load_ext`` has to be quick.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,10 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, argument_group, magic_arguments
 
-from air_nb.capture.names import cell_names, select_names
 from air_nb.errors import DeviceError, NestedLaunchError
 from air_nb.options import RunOptions, parse_env, parse_timeout
 from air_nb.protocol.names import RESULT
-from air_nb.session import Launch, close_session, commands, get_session
-from air_nb.session.doctor import doctor_text
-from air_nb.session.kernel_state import cell_header, prompt_number
+from air_nb.session.session import close_session, get_session
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
@@ -72,6 +72,9 @@ class AirMagics(Magics):
         if options.out is not None and not names.ends_with_expression:
             msg = f"--out {options.out}: the cell's last line is not an expression, so it has no value"
             raise UsageError(msg)
+        from air_nb.session.kernel_state import cell_header
+        from air_nb.session.launched import Launch
+
         launch = Launch(
             kind="cell",
             source=cell,
@@ -90,6 +93,9 @@ class AirMagics(Magics):
         return parsed
 
     def _analyse(self, cell: str) -> CellNames:
+        from air_nb.capture.names import cell_names
+        from air_nb.session.kernel_state import cell_header
+
         try:
             return cell_names(cell, self.shell.transform_cell)
         except SyntaxError as error:
@@ -97,6 +103,8 @@ class AirMagics(Magics):
 
     def _selected(self, names: CellNames, options: RunOptions) -> tuple[str, ...]:
         if options.inputs is None:
+            from air_nb.capture.names import select_names
+
             return tuple(select_names(names.reads, self.shell.user_ns, hidden=self.shell.user_ns_hidden))
         missing = [name for name in options.inputs if name not in self.shell.user_ns]
         if missing:
@@ -105,6 +113,8 @@ class AirMagics(Magics):
         return options.inputs
 
     def _take_home(self, values: list[dict[str, Any]], options: RunOptions, names: CellNames) -> None:
+        from air_nb.session.kernel_state import prompt_number
+
         if options.out is not None:
             self.shell.user_ns[options.out] = [value[RESULT] for value in values]
         missing = [name for name in options.pull if not any(name in value for value in values)]
@@ -188,6 +198,9 @@ def _line_count(text: str) -> int:
 
 
 def _answer(arguments: argparse.Namespace) -> str:
+    from air_nb.session import commands
+    from air_nb.session.doctor import doctor_text
+
     match arguments.command:
         case "status":
             return commands.status_text(get_session())
@@ -248,6 +261,8 @@ _CellSyntaxError.__name__ = "SyntaxError"  # what front ends show and nbclient c
 
 
 def _as_shown(error: SyntaxError, header: str, cell: str, shell: InteractiveShell) -> _CellSyntaxError:
+    from air_nb.session.kernel_state import prompt_number
+
     error.filename = shell.compile.cache(header + cell, prompt_number(shell))
     error.lineno = (error.lineno or 1) + header.count("\n")
     return _CellSyntaxError(error, shell.SyntaxTB.structured_traceback(SyntaxError, error, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -30,7 +31,11 @@ _FD_SLACK = 3  # libraries open a few on first use: /dev/urandom, an epoll of a 
 def test_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keep runs, IPython's profile and the caller's own settings out of the tests; returns AIR_NB_HOME."""
     home = tmp_path_factory.mktemp("air_nb_home")
-    with pytest.MonkeyPatch.context() as patch:
+    # Sockets and GPU locks go to the temporary directory: one for each worker, and short, as a socket's path must be.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="air") as temporary:
+        patch.setenv("TMPDIR", temporary)
+        patch.setattr(tempfile, "tempdir", temporary)
+        patch.delenv("XDG_RUNTIME_DIR", raising=False)
         for name in list(os.environ):
             # PYTHONUNBUFFERED would hide a missing flush.
             if name in _TORCHRUN_VARIABLES | {"PYTHONUNBUFFERED"} or name.startswith(("TORCHELASTIC_", "AIR_NB_")):

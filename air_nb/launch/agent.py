@@ -209,7 +209,7 @@ class NodeAgent(SimpleElasticAgent):
         """Give other failures of the same cause time to be reported: a moment after each, but not for ever."""
         last = time.monotonic() + _SETTLE_MAX_S
         end = time.monotonic() + _SETTLE_S
-        known = 0
+        known = sum(has_failed(rank) for rank in self.ranks)
         while (left := min(end, last) - time.monotonic()) > 0:
             waitables = [item for rank in self.ranks for item in rank.waitables]
             if not waitables:

@@ -32,6 +32,8 @@ def kill_descendants(pid: int, *, groups: Collection[int] | None = None, spare: 
         groups: Only processes of these process groups; None is all.
         spare: Pids that may live.
     """
+    if groups is not None and not any(map(_exists, groups)):
+        return  # the usual case; looking at every process of a host takes 10 ms and more
     for _ in range(_ROUNDS):
         victims = [child for child in _below(pid) if child.pid not in spare]
         if groups is not None:
@@ -57,6 +59,16 @@ def _is_running(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _group(pid: int) -> int:

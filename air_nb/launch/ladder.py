@@ -26,7 +26,8 @@ STEPS = (signal.SIGINT, signal.SIGTERM)
 """Signals before SIGKILL."""
 
 LADDERS = {
-    StopKind.FAILURE: (0.5, 0.3),
+    # A rank in a collective can't answer SIGINT, and the others have lost their peer: the cell must not wait long.
+    StopKind.FAILURE: (0.2, 0.3),
     StopKind.INTERRUPT: (3.0, 1.5),
     StopKind.STOP: (3.0, 1.5),
     StopKind.TIMEOUT: (3.0, 1.5),

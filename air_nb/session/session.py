@@ -1,71 +1,29 @@
-"""The user's session: owns the launcher and the GPU sampler, composes capture, placement, launch and view.
+"""The user's session: owns the launcher and the GPU sampler.
 
 One per process, made on first use. Every launch runs on the thread that asked for it and blocks it until no process of
 the run is left; several threads may launch at a time. Threads of its own: the launcher's reader (``launch.client``),
-and ``air_nb-tidy``, which ends as soon as the runs of others have been looked through.
+and ``air_nb-prepare``, which ends as soon as it has imported the rest of the package and tidied up.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 import threading
-import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from air_nb.capture.credentials import mask_credentials
-from air_nb.capture.freeze import CapturedNamespace, capture
-from air_nb.errors import LauncherError, NestedLaunchError
+from air_nb.errors import NestedLaunchError
 from air_nb.launch.client import LauncherClient
 from air_nb.launch.key import changed, current_key
 from air_nb.monitor.sampler import Sampler
-from air_nb.protocol.messages import Done, Run, RunState
-from air_nb.protocol.names import WARNING_FILTERS
-from air_nb.protocol.task import PAYLOAD_FILE, TASK_FILE, RankTask
-from air_nb.runs.directory import RunDirectory, RunRecord, make_run_name
 from air_nb.runs.forked import abandon_in_children
-from air_nb.runs.liveness import ProcessId
-from air_nb.runs.retention import close_dead_runs, prune
-from air_nb.session.devices import Placement, place
-from air_nb.session.interrupts import InterruptCounter
-from air_nb.session.kernel_state import kernel_facts, rank_environment, warning_filters
-from air_nb.session.outcome import fail, interruption, load_values
-from air_nb.session.wait import RunWaiter, end_run
-from air_nb.view.cell import CellView
-from air_nb.view.draw import detect_front, pin_thread_to_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from IPython.core.interactiveshell import InteractiveShell
 
     from air_nb.options import RunOptions
+    from air_nb.session.launched import Launch
 
-__all__ = ["Launch", "Session", "get_session"]
-
-_DEFAULT_PAYLOAD_MIB = 256
-_WARM_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What to run on every rank.
-
-    Attributes:
-        kind: ``"cell"`` or ``"function"``.
-        source: Text for the record; for a cell also what the ranks run.
-        names: Captured names and their values.
-        task: Further fields of ``RankTask``.
-    """
-
-    kind: Literal["cell", "function"]
-    source: str
-    names: Mapping[str, Any]
-    task: Mapping[str, Any] = field(default_factory=dict)
+__all__ = ["Session", "close_session", "get_session"]
 
 
 class Session:
@@ -93,7 +51,7 @@ class Session:
             if self._launcher is None or not self._launcher.is_alive:
                 self._launcher = LauncherClient(os.environ)
         self._sampler.start()
-        threading.Thread(target=tidy, name="air_nb-tidy", daemon=True).start()
+        threading.Thread(target=_prepare, name="air_nb-prepare", daemon=True).start()
 
     def close(self) -> None:
         """End the launcher and everything below it, and the sampler."""
@@ -124,23 +82,10 @@ class Session:
         if "AIR_NB_RUN_ID" in os.environ:
             msg = "this is a rank already: a run can't be started inside a run"
             raise NestedLaunchError(msg)
-        pin_thread_to_cell()  # now: another cell may run while the launcher warms up
-        _check_cwd()
-        captured = self._capture(launch, shell)
-        name = options.name or make_run_name()
-        placement = place(options, self._sampler, f"pid {os.getpid()}, run {name}")
-        with placement.held:
-            return _LaunchedRun(self, launch, options, shell, captured, placement, name).run()
+        # Here, not at the top: %load_ext has to be quick, and this is half of the package.
+        from air_nb.session.launched import run_launch
 
-    def _capture(self, launch: Launch, shell: InteractiveShell | None) -> CapturedNamespace:
-        namespace = {**launch.names, WARNING_FILTERS: warning_filters()}
-        return capture(
-            list(namespace),
-            namespace,
-            main_globals=shell.user_ns if shell is not None else sys.modules["__main__"].__dict__,
-            limit_bytes=int(os.environ.get("AIR_NB_MAX_PAYLOAD_MIB") or _DEFAULT_PAYLOAD_MIB) << 20,
-            hidden=shell.user_ns_hidden if shell is not None else {},
-        )
+        return run_launch(self, launch, options, shell)
 
     def borrow_launcher(self, *, cold: bool) -> tuple[LauncherClient, str]:
         """A launcher for the environment as it is now, to be given back, and a note if a new one had to be started."""
@@ -165,197 +110,14 @@ class Session:
         return f"{', '.join(names)} changed" if names else ""
 
 
-class _LaunchedRun:
-    """One launch from placement to values."""
+def _prepare() -> None:
+    """Import what the first launch needs, close the records of runs that died with their kernel, delete the oldest."""
+    from air_nb.capture import names
+    from air_nb.runs.retention import close_dead_runs, prune
+    from air_nb.session import launched
 
-    def __init__(  # noqa: PLR0917 - everything that a launch consists of
-        self,
-        session: Session,
-        launch: Launch,
-        options: RunOptions,
-        shell: InteractiveShell | None,
-        captured: CapturedNamespace,
-        placement: Placement,
-        name: str,
-    ) -> None:
-        self._session = session
-        self._launch = launch
-        self._options = options
-        self._shell = shell
-        self._captured = captured
-        self._placement = placement
-        self._directory = RunDirectory.create()
-        self._name = name
-        self._nproc = placement.topology.world_size
-        self._notes = [note for note in (placement.note, _gpu_note(captured)) if note]
-
-    def run(self) -> list[dict[str, Any]]:
-        try:
-            env = self._write_files()
-        except BaseException:
-            shutil.rmtree(self._directory.path, ignore_errors=True)  # no run: nothing was started
-            raise
-        waker = _Waker()
-        try:
-            with InterruptCounter(waker.wake) as interrupts:
-                done = self._launch_and_follow(env, interrupts, waker)
-        except BaseException as error:
-            self._close_record(RunState.KILLED if isinstance(error, KeyboardInterrupt) else RunState.FAILED, str(error))
-            raise
-        interrupted = interrupts.count > 0
-        self._close_record(RunState.KILLED if interrupted else RunState(done.state), done.reason)
-        return self._outcome(done, interrupted=interrupted)
-
-    def _launch_and_follow(self, env: dict[str, str], interrupts: InterruptCounter, waker: _Waker) -> Done:
-        view = CellView(
-            self._nproc,
-            self._options.output,
-            self._directory.run_id,
-            quiet=self._options.quiet,
-            front=detect_front(),
-            log_dir=self._directory.path,
-        )
-        launcher, note = self._session.borrow_launcher(cold=self._options.cold)
-        try:
-            warm_s = self._wait_until_warm(launcher, interrupts)
-            if note:
-                self._notes.append(f"{note}, {warm_s:.1f} s")
-            view.start(self._header())
-            started = time.monotonic()
-            done = self._follow(launcher, env, view, interrupts, waker)
-            view.header(f"{self._header()} · {done.state}")
-            view.finish(_footer(done, time.monotonic() - started))
-        finally:
-            launcher.give_back()
-        return done
-
-    def _follow(
-        self,
-        launcher: LauncherClient,
-        env: dict[str, str],
-        view: CellView,
-        interrupts: InterruptCounter,
-        waker: _Waker,
-    ) -> Done:
-        run_id = self._directory.run_id
-        events = launcher.run(Run(run_id, str(self._directory.path), self._nproc, env, self._options.timeout_s))
-        waker.events = events
-        if interrupts.count:
-            events.wake()
-        try:
-            return RunWaiter(self._directory, self._nproc, events, launcher, view, interrupts).wait()
-        except BaseException:  # drawing failed: nobody follows the run any more
-            end_run(launcher, run_id, events)
-            raise
-        finally:
-            waker.events = None
-            launcher.forget(run_id)
-
-    def _close_record(self, state: RunState, reason: str) -> None:
-        """Record how it ended, unless the launcher has done so: it has died, or it was never told of the run."""
-        with suppress(OSError, ValueError):  # a full disk must not hide how the run ended
-            if not self._directory.read_record().state.is_final:
-                self._directory.update_record(state=state, ended_at=time.time(), reason=reason)
-
-    def _write_files(self) -> dict[str, str]:
-        env, threads = rank_environment(self._placement.topology, self._options.env, self._directory.run_id, self._name)
-        facts = kernel_facts(self._shell, threads, self._captured.sources)
-        fields: dict[str, Any] = {"header": "", **facts, **self._launch.task}
-        (self._directory.path / TASK_FILE).touch(mode=0o600)
-        RankTask(kind=self._launch.kind, run_name=self._name, source=self._launch.source, **fields).write(
-            self._directory.path
-        )
-        self._captured.bundle.write(self._directory.path / PAYLOAD_FILE)
-        self._directory.write_private("cell.py", mask_credentials(self._launch.source))
-        topology = self._placement.topology
-        options = asdict(self._options) | {"env": sorted(self._options.env)}
-        self._directory.write_record(
-            RunRecord(
-                run_id=self._directory.run_id,
-                name=self._name,
-                state=RunState.STARTING,
-                created_at=time.time(),
-                nproc=self._nproc,
-                device=topology.device,
-                gpu_uuids=list(topology.gpu_uuids),
-                options=options,
-                kernel=ProcessId.own(),
-            )
-        )
-        return env
-
-    @staticmethod
-    def _wait_until_warm(launcher: LauncherClient, interrupts: InterruptCounter) -> float:
-        """Seconds until it was; an interrupt ends the waiting, not the warming."""
-        started = time.monotonic()
-        while not launcher.wait_ready(0.1):
-            if interrupts.count:
-                raise interruption("the launcher was still warming up, no rank was started")
-            if time.monotonic() - started > _WARM_TIMEOUT_S:
-                msg = f"the launcher was not ready after {_WARM_TIMEOUT_S:g} s.\n{launcher.log_tail()}"
-                raise LauncherError(msg)
-        return time.monotonic() - started
-
-    def _header(self) -> str:
-        topology = self._placement.topology
-        where = "CPU (gloo)"
-        if topology.device == "cuda":
-            where = ", ".join(f"rank {rank} → {label}" for rank, label in enumerate(topology.gpu_labels))
-        ranks = f"{self._nproc} rank{'s' if self._nproc != 1 else ''}"
-        return " · ".join([f"run {self._name}", f"{ranks} on {where}", *self._notes])
-
-    def _outcome(self, done: Done, *, interrupted: bool) -> list[dict[str, Any]]:
-        values = load_values(self._directory, done.finished, self._nproc, self._captured.shipped)
-        if done.state == RunState.FINISHED and not interrupted:
-            self._directory.settle()
-            return [value or {} for value in values]
-        error = fail(
-            done, self._directory, self._nproc, _results(values), self._captured.shipped, interrupted=interrupted
-        )
-        self._directory.settle()
-        raise error
-
-
-def _check_cwd() -> None:
-    """Ranks start in the kernel's working directory.
-
-    Raises:
-        LauncherError: There is none any more.
-    """
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        msg = "the kernel's working directory was removed: os.chdir(...) to one that exists, then run the cell again"
-        raise LauncherError(msg) from None
-
-
-def _results(values: list[dict[str, Any] | None]) -> list[Any]:
-    """For the exception: the value itself where there is one per rank, else the dict of names."""
-    return [next(iter(value.values())) if value and len(value) == 1 else value for value in values]
-
-
-class _Waker:
-    """Wakes whoever waits for a run, from a signal handler."""
-
-    def __init__(self) -> None:
-        self.events: Any = None
-
-    def wake(self) -> None:
-        if self.events is not None:
-            with suppress(OSError):
-                self.events.wake()
-
-
-def _gpu_note(captured: CapturedNamespace) -> str:
-    return "tensors on a GPU went through host memory" if captured.moved_from_gpu else ""
-
-
-def _footer(done: Done, seconds: float) -> str:
-    return f"{done.state} in {seconds:.1f} s"
-
-
-def tidy() -> None:
-    """Close the records of runs that died with their kernel, and delete the oldest directories."""
+    assert names is not None
+    assert launched is not None
     close_dead_runs()
     prune()
 

@@ -44,10 +44,10 @@ class TaggedKernel:
             return False
 
     def launcher(self) -> psutil.Process:
-        return psutil.Process(int(self.value("__import__('air_nb.session').session.get_session().launcher.pid")))
+        return psutil.Process(int(self.value("__import__('air_nb.session.session').session.session.get_session().launcher.pid")))
 
     def forkserver(self) -> psutil.Process:
-        expression = "__import__('air_nb.session').session.get_session().launcher.ready.forkserver_pid"
+        expression = "__import__('air_nb.session.session').session.session.get_session().launcher.ready.forkserver_pid"
         return psutil.Process(int(self.value(expression)))
 
     def below_forkserver(self) -> list[psutil.Process]:

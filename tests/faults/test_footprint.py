@@ -233,7 +233,7 @@ def test_a_new_kernel_closes_and_prunes_what_others_left(tmp_path: Path):
 
 
 def _check_tidied(kernel: TaggedKernel, record: Path) -> None:
-    threads = "[t.name for t in __import__('threading').enumerate() if t.name == 'air_nb-tidy']"
+    threads = "[t.name for t in __import__('threading').enumerate() if t.name == 'air_nb-prepare']"
     assert eventually(lambda: len(list((home() / "runs").iterdir())) <= 51, 15)
     assert eventually(lambda: json.loads(record.read_text())["state"] == "KILLED")
     assert eventually(lambda: kernel.value(threads) == "[]")
@@ -248,9 +248,9 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     print(pool.map(abs, [-1, -2]))
 child = os.fork()
 if child == 0:
-    import air_nb.session, gc
+    import air_nb.session.session, gc
     gc.collect()
-    os._exit(0 if air_nb.session.get_session().launcher is None else 1)
+    os._exit(0 if air_nb.session.session.get_session().launcher is None else 1)
 print("status", os.waitpid(child, 0)[1])
 """
     text = kernel.ok(code).text

@@ -108,7 +108,7 @@ def test_air_gpus_shows_which_rank_holds_what(gpu_kernel: Kernel, machine: FakeN
             "%%distributed --gpu-ids 4 --name holder\n"
             "import os, time\nprint('pid', os.getpid(), flush=True); time.sleep(30)"
         )
-        gpu_kernel.follow(cell, until=lambda cell: "pid" in cell.stream())
+        gpu_kernel.follow(cell, until=lambda cell: re.search(r"pid \d+\n", cell.stream()) is not None)
         pid = re.search(r"pid (\d+)", cell.stream())
         assert pid is not None
         machine.describe(f"proc 4 {pid[1]} 1234")

@@ -179,7 +179,7 @@ def test_output_of_a_thread_lands_there_too_if_another_cell_ran_while_the_launch
     first = kernel.start(
         """
         import threading
-        from air_nb.session import get_session
+        from air_nb.session.session import get_session
         old = get_session().launcher
         os.environ["TORCH_AIR_NB_TEST"] = "1"  # libraries may read it at import: a new launcher is started
         thread = threading.Thread(target=talk.distributed)
@@ -288,10 +288,10 @@ def test_the_kernel_answers_on_the_control_channel_during_a_flood(kernel, tmp_pa
     assert kernel.follow(cell).reply_status == "ok"
 
 
-def test_text_comes_in_at_most_twenty_messages_a_second(kernel):
+def test_text_comes_in_at_most_a_hundred_messages_a_second(kernel):
     cell = kernel.ok(on_ranks("for i in range(900): print(i); time.sleep(0.002)", "--nproc 1"))
     streams = [message for _, message in cell.messages if message["msg_type"] == "stream"]
-    assert 5 <= len(streams) <= 10 + 22 * (cell.idle_at - cell.sent_at)
+    assert 5 <= len(streams) <= 10 + 105 * (cell.idle_at - cell.sent_at)
     assert body_lines(cell) == [str(i) for i in range(900)]
 
 
