@@ -41,7 +41,6 @@ from air_nb.runs.paths import node_local, private_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from air_nb.protocol.messages import Command
 
@@ -108,12 +107,15 @@ class LauncherClient:
         self._send_lock = threading.Lock()
         self._changed = threading.Condition()
         self._ended = False
-        self._last_log = b""
+        self._last_words = ""
         sweep_dead_launchers()
         self._directory = private_directory(node_local() / f"launcher-{os.getpid()}-{time.monotonic_ns()}")
+        # Held open: the launcher deletes the directory when it ends, and its last words are wanted then.
+        self._log = (self._directory / "launcher.log").open("w+b")
         try:
             self._process = self._start(environ)
         except OSError as error:
+            self._log.close()
             shutil.rmtree(self._directory, ignore_errors=True)
             raise LauncherError(f"the launcher process can't be started: {error}") from error
         abandon_in_children(self)
@@ -127,20 +129,16 @@ class LauncherClient:
         # OpenBLAS would start threads at import, in the process that ranks are forked from; ranks set their own count.
         env = {"OPENBLAS_NUM_THREADS": "1", **environ}
         env.pop("PYTHONSTARTUP", None)
-        with self._log_path().open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOT, *arguments],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=env,
-                cwd="/",
-                start_new_session=True,  # Jupyter's Interrupt and Restart signal the kernel's whole process group
-            )
-
-    def _log_path(self) -> Path:
-        return self._directory / "launcher.log"
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _BOOT, *arguments],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=env,
+            cwd="/",
+            start_new_session=True,  # Jupyter's Interrupt and Restart signal the kernel's whole process group
+        )
 
     @property
     def pid(self) -> int:
@@ -249,11 +247,11 @@ class LauncherClient:
 
     def log_tail(self) -> str:
         """End of what it wrote to stderr."""
-        try:
-            data = self._log_path().read_bytes()
-        except FileNotFoundError:
-            data = b""
-        return (self._last_log or data)[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        if self._log.closed:
+            return self._last_words
+        size = os.fstat(self._log.fileno()).st_size
+        start = max(0, size - _LOG_TAIL_BYTES)
+        return os.pread(self._log.fileno(), size - start, start).decode(errors="replace").strip()
 
     def _read(self) -> None:
         for line in self._lines():
@@ -262,8 +260,8 @@ class LauncherClient:
             except ValueError as error:
                 sys.stderr.write(f"air_nb: {error}\n")
         self._process.wait()
-        with suppress(FileNotFoundError):
-            self._last_log = self._log_path().read_bytes()
+        self._last_words = self.log_tail()
+        self._log.close()
         self._wait_for_ranks()
         shutil.rmtree(self._directory, ignore_errors=True)
         with self._changed:

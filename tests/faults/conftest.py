@@ -17,6 +17,8 @@ from tests.support.kernel import Cell, Kernel, running_kernel
 PROGRAMS = Path(__file__).parent / "programs"
 _TAG = "AIR_NB_FAULT_TAG"
 
+_SESSION = "__import__('air_nb.session.session').session.session.get_session()"
+
 
 class TaggedKernel:
     """A kernel and everything that came from it."""
@@ -44,10 +46,10 @@ class TaggedKernel:
             return False
 
     def launcher(self) -> psutil.Process:
-        return psutil.Process(int(self.value("__import__('air_nb.session.session').session.session.get_session().launcher.pid")))
+        return psutil.Process(int(self.value(f"{_SESSION}.launcher.pid")))
 
     def forkserver(self) -> psutil.Process:
-        expression = "__import__('air_nb.session.session').session.session.get_session().launcher.ready.forkserver_pid"
+        expression = f"{_SESSION}.launcher.ready.forkserver_pid"
         return psutil.Process(int(self.value(expression)))
 
     def below_forkserver(self) -> list[psutil.Process]:
