@@ -19,9 +19,12 @@ from IPython.core.magic_arguments import argument, argument_group, magic_argumen
 from air_nb.errors import DeviceError, NestedLaunchError
 from air_nb.options import RunOptions, parse_env, parse_timeout
 from air_nb.protocol.names import RESULT
+from air_nb.runs.paths import home_path
 from air_nb.session.session import close_session, get_session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
     from air_nb.capture.names import CellNames
@@ -139,12 +142,13 @@ class AirMagics(Magics):
 
     @line_magic
     def air(self, line: str) -> None:
-        """Answer status | gpus | runs | logs RUN [--rank R] [--tail N] | stop RUN | doctor.
+        """Answer status | gpus | runs | logs RUN [--rank R] [--tail N] | stacks RUN | stop RUN | doctor.
 
         status               the launcher and the live runs of this user
         gpus                 the GPUs, and who holds them
         runs                 the runs, newest first
         logs RUN             output of a run; --rank R of one rank only; --tail N the last N lines
+        stacks RUN           where the Python code of every rank of a live run is, of any notebook of this user
         stop RUN             stop a run, of any notebook of this user
         doctor               what a run depends on, what is wrong with it, and how to fix it
         RUN is a name, an id or the beginning of an id.
@@ -154,6 +158,11 @@ class AirMagics(Magics):
             text = _answer(arguments)
         except LookupError as error:
             msg = f"%air {arguments.command}: {error.args[0]}"
+            raise UsageError(msg) from None
+        except OSError as error:
+            msg = (
+                f"%air {arguments.command}: {error}; runs are kept in {home_path()}, AIR_NB_HOME chooses another place"
+            )
             raise UsageError(msg) from None
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
@@ -171,7 +180,8 @@ class _AirParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(
-            f"%air: {message}. Use %air status | gpus | runs | logs RUN | stop RUN | doctor; `%air?` explains them."
+            f"%air: {message}. Use %air status | gpus | runs | logs RUN | stacks RUN | stop RUN | doctor; "
+            "`%air?` explains them."
         )
 
 
@@ -184,8 +194,8 @@ def _air_parser() -> _AirParser:
     logs.add_argument("run")
     logs.add_argument("--rank", type=int)
     logs.add_argument("--tail", type=_line_count)
-    stop = subparsers.add_parser("stop", add_help=False)
-    stop.add_argument("run")
+    for name in ("stacks", "stop"):
+        subparsers.add_parser(name, add_help=False).add_argument("run")
     return parser
 
 
@@ -201,19 +211,16 @@ def _answer(arguments: argparse.Namespace) -> str:
     from air_nb.session import commands
     from air_nb.session.doctor import doctor_text
 
-    match arguments.command:
-        case "status":
-            return commands.status_text(get_session())
-        case "gpus":
-            return commands.gpus_text(get_session())
-        case "runs":
-            return commands.runs_text()
-        case "doctor":
-            return doctor_text(get_session())
-        case "logs":
-            return commands.logs_text(arguments.run, arguments.rank, arguments.tail)
-        case _:
-            return commands.stop_run(arguments.run)
+    answers: dict[str, Callable[[], str]] = {
+        "status": lambda: commands.status_text(get_session()),
+        "gpus": lambda: commands.gpus_text(get_session()),
+        "runs": commands.runs_text,
+        "doctor": lambda: doctor_text(get_session()),
+        "logs": lambda: commands.logs_text(arguments.run, arguments.rank, arguments.tail),
+        "stacks": lambda: commands.stacks_text(arguments.run),
+        "stop": lambda: commands.stop_run(arguments.run),
+    }
+    return answers[arguments.command]()
 
 
 def _options(arguments: Any) -> RunOptions:

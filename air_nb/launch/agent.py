@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,13 @@ from air_nb.errors import RankFailure
 from air_nb.launch.descendants import kill_descendants
 from air_nb.launch.failures import find_failures, has_failed
 from air_nb.launch.ladder import LADDERS, STATES, STEPS, StopKind
+from air_nb.launch.oom import OomWatch
 from air_nb.launch.rank_process import RankProcess
 from air_nb.launch.rendezvous import LoopbackRendezvous
+from air_nb.launch.stacks import collect_stacks
 from air_nb.protocol.messages import RunState
 from air_nb.protocol.start import RankStart
+from air_nb.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +46,8 @@ __all__ = ["NodeAgent"]
 _SETTLE_S = 0.15  # ranks that die of one cause die close together; the first one to *report* may not be the cause
 _SETTLE_MAX_S = 0.45
 _TICK_S = 0.2
-_STACKS_WAIT_S = 0.3
+_STACKS_WAIT_S = 1.0
+_STACKS_HURRY_S = 0.2  # while a person waits for an interrupt: 3 + 1.5 s of the ladder are 5 s nearly
 _UNDEAD_WAIT_S = 5.0
 
 
@@ -53,7 +58,7 @@ class NodeAgent(SimpleElasticAgent):
         run: What to run.
         context: Context of the warm forkserver.
         forkserver_pid: Its pid; what a rank leaves behind ends up below it.
-        on_started: Called with attempt and pids when all ranks have been forked.
+        on_started: Called with attempt and ranks when all have been forked.
         on_exit: Called with each rank whose process has ended.
         stop_requested: Asked now and then for the reason of a stop from another process.
     """
@@ -63,7 +68,7 @@ class NodeAgent(SimpleElasticAgent):
         run: Run,
         context: ForkServerContext,
         forkserver_pid: int,
-        on_started: Callable[[int, list[int]], None],
+        on_started: Callable[[int, list[RankProcess]], None],
         on_exit: Callable[[int], None],
         stop_requested: Callable[[], str | None],
     ) -> None:
@@ -91,10 +96,12 @@ class NodeAgent(SimpleElasticAgent):
         self._succeeded = False
         self._closed = False
         self._swept: set[int] = set()
+        self._oom = OomWatch()
         self.reason = ""
         self.is_over = False
         self.ranks: list[RankProcess] = []
         self.failures: list[RankFailure] = []
+        self.unresponsive: list[int] = []
         self.undead: list[int] = []
 
     def stop(self, kind: StopKind, reason: str = "") -> None:
@@ -134,6 +141,7 @@ class NodeAgent(SimpleElasticAgent):
             self._closed = True
             os.close(self._wake_reader)
             os.close(self._wake_writer)
+        self._oom.close()
         for rank in self.ranks:
             rank.close()
 
@@ -150,7 +158,7 @@ class NodeAgent(SimpleElasticAgent):
             env = self._run.env | _torchrun_environment(worker_group, worker, attempt, self._run)
             start = RankStart(self._run.run_id, self._run.directory, worker.global_rank, attempt, env)
             self.ranks.append(RankProcess(self._context, start))
-        self._on_started(attempt, [rank.pid for rank in self.ranks])
+        self._on_started(attempt, self.ranks)
         return {index: rank.pid for index, rank in enumerate(self.ranks)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -165,7 +173,8 @@ class NodeAgent(SimpleElasticAgent):
             self._stop_ranks()
             return RunResult(state=WorkerState.FAILED)
         if failed:
-            self.failures = find_failures(self.ranks, worker_group.spec.max_restarts - self._remaining_restarts)
+            found = find_failures(self.ranks, worker_group.spec.max_restarts - self._remaining_restarts)
+            self.failures = [self._explain(failure) for failure in found]
             return RunResult(state=WorkerState.FAILED)
         return RunResult(state=WorkerState.HEALTHY)
 
@@ -219,16 +228,24 @@ class NodeAgent(SimpleElasticAgent):
             if failed > known:
                 known, end = failed, time.monotonic() + _SETTLE_S
 
+    def _explain(self, failure: RankFailure) -> RankFailure:
+        if failure.signal != "SIGKILL" or failure.pid is None:
+            return failure
+        return replace(failure, hint=self._oom.explain(failure.pid) or failure.hint)
+
     # -- stopping ---------------------------------------------------------------------------------------------------
 
     def _stop_ranks(self) -> None:
         """SIGINT, SIGTERM, SIGKILL, all ranks at once, each step with its bound; a higher request skips ahead."""
         if self._stop == StopKind.TIMEOUT:
-            self._collect_stacks()
+            self._collect_stacks(_STACKS_WAIT_S)
         for step, number in enumerate(STEPS):
             kind = self._stop or StopKind.FAILURE
             bound_s = LADDERS[kind][step]
-            if bound_s and self._alive():
+            if bound_s and (alive := self._alive()):
+                if step and kind == StopKind.INTERRUPT:
+                    self.unresponsive = [rank.rank for rank in alive]
+                    self._collect_stacks(_STACKS_HURRY_S)
                 self._signal(number)
                 self._wait_until_gone(bound_s, unless_above=kind)
         self._signal(signal.SIGKILL)
@@ -252,12 +269,9 @@ class NodeAgent(SimpleElasticAgent):
                 if self._stop is not None and self._stop > unless_above:
                     return
 
-    def _collect_stacks(self) -> None:
-        alive = self._alive()
-        for rank in alive:
-            rank.ask_stacks()
-        if alive:
-            time.sleep(_STACKS_WAIT_S)
+    def _collect_stacks(self, bound_s: float) -> None:
+        ranks = {rank.rank: rank.identity for rank in self._alive() if rank.identity is not None}
+        collect_stacks(RunDirectory(Path(self._run.directory)), ranks, bound_s)
 
 
 def _torchrun_environment(group: WorkerGroup, worker: Any, attempt: int, run: Run) -> dict[str, str]:

@@ -108,10 +108,14 @@ class LauncherClient:
         self._changed = threading.Condition()
         self._ended = False
         self._last_words = ""
-        sweep_dead_launchers()
-        self._directory = private_directory(node_local() / f"launcher-{os.getpid()}-{time.monotonic_ns()}")
-        # Held open: the launcher deletes the directory when it ends, and its last words are wanted then.
-        self._log = (self._directory / "launcher.log").open("w+b")
+        try:
+            sweep_dead_launchers()
+            self._directory = private_directory(node_local() / f"launcher-{os.getpid()}-{time.monotonic_ns()}")
+            # Held open: the launcher deletes the directory when it ends, and its last words are wanted then.
+            self._log = (self._directory / "launcher.log").open("w+b")
+        except OSError as error:
+            msg = f"no directory for the launcher's sockets: {error}. Make room there, or set XDG_RUNTIME_DIR or TMPDIR"
+            raise LauncherError(msg) from error
         try:
             self._process = self._start(environ)
         except OSError as error:

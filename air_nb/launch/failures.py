@@ -21,7 +21,10 @@ _HINTS_BY_TEXT = (
         "Unable to find address for",
         "set GLOO_SOCKET_IFNAME (gloo) or NCCL_SOCKET_IFNAME (NCCL) to an interface that exists, with --env",
     ),
-    ("No space left on device", "a disk or /dev/shm is full: `df -h . /dev/shm /tmp`"),
+    (
+        "No space left on device",
+        "a disk or /dev/shm is full: `df -h . /dev/shm /tmp`; output and results go to AIR_NB_HOME (`%air doctor`)",
+    ),
     ("unable to open shared memory object", "/dev/shm is too small for the loader workers: use fewer, or enlarge it"),
     (
         "DataLoader worker",

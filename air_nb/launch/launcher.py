@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -46,7 +47,10 @@ from air_nb.runs.directory import RunDirectory
 from air_nb.runs.liveness import ProcessId, call_when_gone
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from air_nb.launch.agent import NodeAgent
+    from air_nb.launch.rank_process import RankProcess
     from air_nb.protocol.messages import Event
 
 __all__ = ["IDLE_MODULES", "WARM_MODULE", "main"]
@@ -194,16 +198,17 @@ class Launcher:
 
         directory = RunDirectory(Path(run.directory))
 
-        def started(attempt: int, pids: list[int]) -> None:
-            self._record(
-                directory,
-                state=RunState.RUNNING,
-                started_at=time.time(),
-                launcher=ProcessId.own(),
-                pids=pids,
-                attempt=attempt,
-            )
-            self._send(Started(run.run_id, attempt, pids))
+        def started(attempt: int, ranks: list[RankProcess]) -> None:
+            record = {
+                "state": RunState.RUNNING,
+                "started_at": time.time(),
+                "launcher": ProcessId.own(),
+                "ranks": [rank.identity for rank in ranks],
+                "attempt": attempt,
+            }
+            with _reported(directory):
+                directory.update_record(**record)
+            self._send(Started(run.run_id, attempt, [rank.pid for rank in ranks]))
 
         def exited(rank: int) -> None:
             self._send(Exited(run.run_id, rank))
@@ -242,12 +247,18 @@ class Launcher:
     def _refuse(self, run: Run, directory: RunDirectory) -> None:
         reason = traceback.format_exc()
         sys.stderr.write(reason)
-        self._record(directory, state=RunState.FAILED, ended_at=time.time(), reason=reason)
+        self._close_record(directory, state=RunState.FAILED, reason=reason)
         self._send(Refused(run.run_id, reason))
 
     def _finish(self, run: Run, agent: NodeAgent, directory: RunDirectory) -> None:
         failures = [asdict(failure) for failure in agent.failures]
-        self._record(directory, state=agent.state, ended_at=time.time(), failures=failures, reason=agent.reason)
+        self._close_record(
+            directory,
+            state=agent.state,
+            failures=failures,
+            reason=agent.reason,
+            unresponsive=agent.unresponsive,
+        )
         self._send(Done(run.run_id, agent.state, failures, agent.finished, agent.reason, agent.undead))
 
     def _sweep(self, agent: NodeAgent) -> None:
@@ -257,11 +268,10 @@ class Launcher:
             alone = all(other.is_over for other in self._agents.values())
             kill_descendants(self._forkserver_pid, groups=None if alone else agent.groups)
 
-    def _record(self, directory: RunDirectory, **changes: object) -> None:
-        try:
-            directory.update_record(**changes)
-        except (OSError, ValueError) as error:  # a full disk must not end the run
-            sys.stderr.write(f"air_nb: could not write {directory.path}/run.json: {error}\n")
+    @staticmethod
+    def _close_record(directory: RunDirectory, **changes: object) -> None:
+        with _reported(directory):
+            directory.close_record(ended_at=time.time(), **changes)
 
     def _send(self, event: Event) -> None:
         with self._send_lock:
@@ -308,3 +318,12 @@ class Launcher:
         kill_descendants(os.getpid(), spare=spare)
         shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(0)
+
+
+@contextmanager
+def _reported(directory: RunDirectory) -> Iterator[None]:
+    """A record that can't be written, on a full disk mostly, must not end the run."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"air_nb: could not write {directory.path}/run.json: {error}\n")

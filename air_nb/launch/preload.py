@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from air_nb.launch.descendants import become_subreaper, kill_descendants
+from air_nb.protocol.start import STACKS_SIGNAL_OFFSET
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -67,7 +68,8 @@ def _arm() -> None:
     # The death signal belongs to the thread that forked us: the launcher's main thread.
     signal.signal(signal.SIGTERM, _end_with_launcher)
     # A rank that is interrupted before it has its handler gets the signal when it unblocks it, and not never.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Likewise a request for stacks, which would kill it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGRTMIN + STACKS_SIGNAL_OFFSET})
     signal.signal(DEEPEN_SIGNAL, _deepen)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     become_subreaper()

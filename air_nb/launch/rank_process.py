@@ -11,7 +11,8 @@ from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING
 
 from air_nb.launch import preload
-from air_nb.protocol.start import STACKS_SIGNAL_OFFSET, RankReport, RankStart
+from air_nb.protocol.start import RankReport, RankStart
+from air_nb.runs.liveness import ProcessId
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -35,6 +36,7 @@ class RankProcess:
     Attributes:
         rank: Global rank.
         pid: Its pid, also its process group.
+        identity: Its process; None if it had ended before it could be looked at.
         report: Its last word, None until it has come.
         ended_at: When its end was noticed, UTC seconds since the epoch; 0 while it lives.
     """
@@ -53,6 +55,7 @@ class RankProcess:
         self._pidfd: int | None = None
         with suppress(ProcessLookupError):  # gone already: nothing will be signalled
             self._pidfd = os.pidfd_open(self.pid)
+        self.identity = ProcessId.of(self.pid)
         self._exit_code: int | None = None
 
     @property
@@ -97,14 +100,6 @@ class RankProcess:
                 signal.pidfd_send_signal(self._pidfd, number)
         except ProcessLookupError:
             return
-
-    def ask_stacks(self) -> None:
-        """Have the rank write the Python stacks of its threads to ``rank_<r>.stacks``."""
-        if self.poll() is None and self._pidfd is not None:
-            with suppress(ProcessLookupError):
-                # An int: signal.Signals has no members between SIGRTMIN and SIGRTMAX.
-                number = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
-                signal.pidfd_send_signal(self._pidfd, number)
 
     def close(self) -> None:
         """Give back the descriptors."""

@@ -55,10 +55,13 @@ def arm_signals(directory: Path, rank: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in every Python process: a write raises BrokenPipeError
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since the forkserver: an early one comes now
     faulthandler.enable(file=2)
     stacks = os.open(directory / f"rank_{rank}.stacks", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    faulthandler.register(signal.SIGRTMIN + STACKS_SIGNAL_OFFSET, file=stacks, all_threads=True, chain=False)
+    ask_stacks = signal.SIGRTMIN + STACKS_SIGNAL_OFFSET
+    faulthandler.register(ask_stacks, file=stacks, all_threads=True, chain=False)
+    # Blocked since the forkserver: early ones come now. SIGINT last, since it ends this function.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {ask_stacks})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def adopt_environment(start: RankStart) -> None:

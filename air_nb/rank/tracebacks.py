@@ -25,8 +25,8 @@ def users_part(error: BaseException) -> types.TracebackType | None:
     traces = list(_chain(error.__traceback__))
     users = [index for index, trace in enumerate(traces) if _package(trace) not in _NOT_THE_USERS]
     if not users:
-        # A refusal explains itself; anything else is a bug of ours, shown whole.
-        return None if isinstance(error, (AirNbError, PicklingError)) else error.__traceback__
+        # A refusal and a full disk explain themselves; anything else is a bug of ours, shown whole.
+        return None if isinstance(error, (AirNbError, PicklingError, OSError)) else error.__traceback__
     if _package(traces[-1]) == "air_nb":
         traces[users[-1]].tb_next = None
     return traces[users[0]]

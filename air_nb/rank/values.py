@@ -41,6 +41,7 @@ class RankValues:
 
         Raises:
             PicklingError: A value can't be pickled; it names the value.
+            OSError: The run directory can't take it, on a full disk mostly.
         """
         if not values:
             return
@@ -48,7 +49,10 @@ class RankValues:
             bundle = freeze_values(values, registry=self._registry)
         except CaptureError as error:
             raise _unreturnable(error.problems[0]) from None
-        bundle.write(self._directory / f"rank_{self._rank}.result")
+        try:
+            bundle.write(self._directory / f"rank_{self._rank}.result")
+        except OSError as error:
+            raise OSError(error.errno, _unwritable(error, bundle.nbytes, self._directory)) from None
 
     def write_exception(self, error: BaseException) -> None:
         """Write the exception for the kernel's ``__cause__``, if its pickle can be loaded again here."""
@@ -68,4 +72,11 @@ def _unreturnable(problem: Uncapturable) -> PicklingError:
     return PicklingError(
         f"{what} ({problem.type_name}) can't be sent back from the rank: {problem.reason}. "
         "Return what can be pickled instead: numbers, arrays, tensors, a state_dict, the path of a file."
+    )
+
+
+def _unwritable(error: OSError, nbytes: int, directory: Path) -> str:
+    return (
+        f"the result of {nbytes / 2**20:,.1f} MiB can't be written to {directory}: {error.strerror}. "
+        "Make room there, return less, or set AIR_NB_HOME to a directory on another disk"
     )

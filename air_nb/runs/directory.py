@@ -6,6 +6,7 @@ sees a whole record. Whoever finds a record that isn't final while its launcher 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from air_nb.protocol.messages import RunState
+from air_nb.protocol.task import PAYLOAD_FILE
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import home, is_network_path, node_local, private_directory
 
@@ -50,10 +52,11 @@ class RunRecord:
         options: What the user asked for, without the values of environment variables.
         kernel: Kernel that launched it.
         launcher: Launcher that ran it.
-        pids: Pid of each rank in the current attempt.
+        ranks: Process of each rank in the current attempt; None for one that had ended before it could be looked at.
         attempt: 0, or the number of restarts.
         failures: ``RankFailure`` fields, the cause first.
         reason: Why it was stopped.
+        unresponsive: Ranks that did not end at SIGINT when the run was interrupted.
     """
 
     run_id: str
@@ -68,10 +71,11 @@ class RunRecord:
     launcher: ProcessId | None = None
     started_at: float | None = None
     ended_at: float | None = None
-    pids: list[int] = field(default_factory=list)
+    ranks: list[ProcessId | None] = field(default_factory=list)
     attempt: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
     reason: str = ""
+    unresponsive: list[int] = field(default_factory=list)
 
     @property
     def is_live(self) -> bool:
@@ -111,9 +115,13 @@ class RunDirectory:
         path = self.path / name
         temporary = self.path / f".{name}.{os.getpid()}"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         return path
 
     def write_record(self, record: RunRecord) -> None:
@@ -126,6 +134,16 @@ class RunDirectory:
         self.write_record(record)
         return record
 
+    def close_record(self, **changes: Any) -> RunRecord:
+        """``update_record`` for the end of the run: on a full disk the payload, which nobody needs now, makes room."""
+        try:
+            return self.update_record(**changes)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            (self.path / PAYLOAD_FILE).unlink(missing_ok=True)
+            return self.update_record(**changes)
+
     def read_record(self) -> RunRecord:
         """Read ``run.json``.
 
@@ -137,29 +155,46 @@ class RunDirectory:
             values = json.loads((self.path / RECORD_FILE).read_text())
             values["state"] = RunState(values["state"])
             for owner in ("kernel", "launcher"):
-                values[owner] = ProcessId(**values[owner]) if values[owner] else None
+                values[owner] = _process(values[owner])
+            values["ranks"] = [_process(rank) for rank in values["ranks"]]
             return RunRecord(**values)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             msg = f"{self.path / RECORD_FILE} is not the record of a run: {error}"
             raise ValueError(msg) from error
 
     def request_stop(self, reason: str) -> None:
         """Ask the run's launcher to stop it, from any process of this user."""
-        self.write_private(_STOP_FILE, reason)
+        try:
+            self.write_private(_STOP_FILE, reason)
+        except OSError:
+            # A run that has filled the disk is one that somebody wants to stop: a file without text needs no room.
+            (self.path / _STOP_FILE).touch(mode=0o600)
 
     def stop_requested(self) -> str | None:
         """The reason given to ``request_stop``, else None."""
         try:
-            return (self.path / _STOP_FILE).read_text()
+            return (self.path / _STOP_FILE).read_text() or "stopped while the disk was full"
         except FileNotFoundError:
             return None
 
     def settle(self) -> RunDirectory:
-        """Move a run that has ended home from the node-local directory; returns where it is now."""
+        """Move a run that has ended home from the node-local directory; returns where it is now.
+
+        Where the home is full it stays, and is found where it is; a later kernel tries again.
+        """
         final = private_directory(home() / "runs") / self.run_id
         if final != self.path:
-            shutil.move(self.path, final)
+            try:
+                shutil.move(self.path, final)
+            except OSError:
+                if self.path.exists():
+                    shutil.rmtree(final, ignore_errors=True)  # else the next attempt would move into the half of it
+                return self
         return RunDirectory(final)
+
+
+def _process(values: dict[str, int] | None) -> ProcessId | None:
+    return ProcessId(**values) if values else None
 
 
 def all_runs() -> list[tuple[RunDirectory, RunRecord]]:

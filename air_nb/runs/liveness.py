@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,26 @@ class ProcessId:
     def is_alive(self) -> bool:
         """Whether exactly this process still runs."""
         return ProcessId.of(self.pid) == self
+
+    def send_signal(self, number: int) -> bool:
+        """Signal exactly this process; False if it has ended.
+
+        Raises:
+            PermissionError: It is another user's.
+        """
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if not self.is_alive():  # asked after the pidfd was opened: it can't become another process any more
+                return False
+            signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
 
 
 def call_when_gone(parent: ProcessId, lifeline: int, then: Callable[[], object], *, name: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["home", "is_network_path", "node_local", "private_directory"]
+__all__ = ["home", "home_path", "is_network_path", "node_local", "private_directory"]
 
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse.sshfs"}
@@ -40,8 +40,12 @@ def private_directory(path: Path) -> Path:
 
 def home() -> Path:
     """Directory of everything that outlives a kernel; private, made if absent."""
-    chosen = os.environ.get("AIR_NB_HOME") or platformdirs.user_state_dir("air_nb")
-    return private_directory(Path(chosen).absolute())
+    return private_directory(home_path())
+
+
+def home_path() -> Path:
+    """Where ``home()`` is, made or not."""
+    return Path(os.environ.get("AIR_NB_HOME") or platformdirs.user_state_dir("air_nb")).absolute()
 
 
 def node_local() -> Path:

@@ -1,21 +1,25 @@
-"""What ``%air`` answers: status, gpus, runs, logs, stop. Text in, text out; the magic prints it."""
+"""What ``%air`` answers: status, gpus, runs, logs, stacks, stop. Text in, text out; the magic prints it."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
+from air_nb.launch.stacks import collect_stacks
 from air_nb.monitor.table import gpu_table
 from air_nb.runs.directory import RunRecord, all_runs, find_run
 from air_nb.runs.logs import read_tail
 from air_nb.runs.retention import close_dead_runs
+from air_nb.session.rank_names import name_ranks
+from air_nb.session.stacks import describe_stacks
 
 if TYPE_CHECKING:
     from air_nb.session.session import Session
 
-__all__ = ["gpus_text", "logs_text", "runs_text", "status_text", "stop_run"]
+__all__ = ["gpus_text", "logs_text", "runs_text", "stacks_text", "status_text", "stop_run"]
 
 _STOP_WAIT_S = 12.0
+_STACKS_WAIT_S = 2.0
 
 
 def gpus_text(session: Session) -> str:
@@ -73,6 +77,28 @@ def logs_text(run: str, rank: int | None, tail: int | None) -> str:
     return "".join(parts)
 
 
+def stacks_text(run: str) -> str:
+    """Where every rank of a live run is, equal stacks once. The run goes on.
+
+    Raises:
+        LookupError: There is no such run, or it has no ranks now.
+    """
+    directory, record = find_run(run)
+    if not record.is_live:
+        msg = f"run {record.name} has ended: {record.state}"
+        raise LookupError(msg)
+    alive = {rank: process for rank, process in enumerate(record.ranks) if process is not None and process.is_alive()}
+    if not alive:
+        msg = f"run {record.name} has no rank now: it is starting or ending"
+        raise LookupError(msg)
+    collect_stacks(directory, alive, _STACKS_WAIT_S)
+    lines = describe_stacks(directory, list(alive))
+    ended = [rank for rank in range(record.nproc) if rank not in alive]
+    if ended:
+        lines.append(f"{name_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended")
+    return "\n".join(lines)
+
+
 def stop_run(run: str) -> str:
     """Ask for a run's stop, whoever launched it, and wait until it is done, so that the answer is true.
 
@@ -94,8 +120,9 @@ def stop_run(run: str) -> str:
 
 def _labels_by_pid() -> dict[int, str]:
     return {
-        pid: f"rank {rank} of run {record.name}"
+        process.pid: f"rank {rank} of run {record.name}"
         for _, record in all_runs()
         if record.is_live
-        for rank, pid in enumerate(record.pids)
+        for rank, process in enumerate(record.ranks)
+        if process is not None
     }

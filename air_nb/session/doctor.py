@@ -155,7 +155,12 @@ def _launcher(session: Session) -> Finding:
 
 
 def _directories() -> Iterator[Finding]:
-    path = home()
+    fix = "point AIR_NB_HOME at a directory of yours, before the kernel starts: output and results go there"
+    try:
+        path = home()
+    except OSError as error:
+        yield Finding("run directory", str(error), fix)
+        return
     free = shutil.disk_usage(path).free
     fix = "free some space, or point AIR_NB_HOME at another disk: output and results go there"
     yield Finding("run directory", f"{path}, {_gib(free)} free", fix if free < _MIN_FREE_BYTES else None)

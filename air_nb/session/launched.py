@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from air_nb.protocol.names import WARNING_FILTERS
 from air_nb.protocol.task import PAYLOAD_FILE, TASK_FILE, RankTask
 from air_nb.runs.directory import RunDirectory, RunRecord, make_run_name
 from air_nb.runs.liveness import ProcessId
+from air_nb.runs.paths import home_path
 from air_nb.session.devices import Placement, place
 from air_nb.session.interrupts import InterruptCounter
 from air_nb.session.kernel_state import kernel_facts, rank_environment, warning_filters
@@ -31,7 +32,7 @@ from air_nb.view.cell import CellView
 from air_nb.view.draw import detect_front, pin_thread_to_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -105,14 +106,16 @@ class _LaunchedRun:
         self._shell = shell
         self._captured = captured
         self._placement = placement
-        self._directory = RunDirectory.create()
+        with _unwritable_is_explained():
+            self._directory = RunDirectory.create()
         self._name = name
         self._nproc = placement.topology.world_size
         self._notes = [note for note in (placement.note, _gpu_note(captured)) if note]
 
     def run(self) -> list[dict[str, Any]]:
         try:
-            env = self._write_files()
+            with _unwritable_is_explained():
+                env = self._write_files()
         except BaseException:
             shutil.rmtree(self._directory.path, ignore_errors=True)  # no run: nothing was started
             raise
@@ -176,7 +179,7 @@ class _LaunchedRun:
         """Record how it ended, unless the launcher has done so: it has died, or it was never told of the run."""
         with suppress(OSError, ValueError):  # a full disk must not hide how the run ended
             if not self._directory.read_record().state.is_final:
-                self._directory.update_record(state=state, ended_at=time.time(), reason=reason)
+                self._directory.close_record(state=state, ended_at=time.time(), reason=reason)
 
     def _write_files(self) -> dict[str, str]:
         env, threads = rank_environment(self._placement.topology, self._options.env, self._directory.run_id, self._name)
@@ -248,6 +251,19 @@ def _check_cwd() -> None:
     except FileNotFoundError:
         msg = "the kernel's working directory was removed: os.chdir(...) to one that exists, then run the cell again"
         raise LauncherError(msg) from None
+
+
+@contextmanager
+def _unwritable_is_explained() -> Iterator[None]:
+    """Nothing was started yet: say where the disk is full or the directory is not ours, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        msg = (
+            f"the run can't be written to {home_path()}: {error}. "
+            "Make room there, or set AIR_NB_HOME to a directory on another disk; `%air doctor` shows what is free."
+        )
+        raise LauncherError(msg) from error
 
 
 def _results(values: list[dict[str, Any] | None]) -> list[Any]:

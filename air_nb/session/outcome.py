@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from air_nb.errors import RankFailedError, RankFailure, RemoteError, RunError, RunStoppedError, RunTimeoutError
+from air_nb.launch.ladder import LADDERS, StopKind
 from air_nb.protocol.bundle import Bundle
 from air_nb.protocol.messages import Done, RunState
 from air_nb.protocol.names import ERROR
@@ -14,7 +15,7 @@ from air_nb.session.rank_names import format_ranks, name_ranks
 from air_nb.session.stacks import describe_stacks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from air_nb.runs.directory import RunDirectory
@@ -51,9 +52,9 @@ def fail(
         f" Process {', '.join(map(str, done.undead))} survived SIGKILL: it is stuck in a driver." if done.undead else ""
     )
     if interrupted and not done.failures:
-        return interruption(f"all ranks were stopped.{undead}")
+        return interruption(f"all ranks were stopped.{undead}", _unresponsive(directory))
     if done.state == RunState.TIMED_OUT:
-        stacks = describe_stacks(directory, nproc)
+        stacks = describe_stacks(directory, range(nproc))
         message = f"the run was stopped at {done.reason}.{undead}"
         lines = (f"\x1b[31mRunTimeoutError\x1b[0m: {message}", *stacks)
         return _with_plain_note(RunTimeoutError(message, run_id=done.run_id, results=results, lines=lines))
@@ -64,12 +65,26 @@ def fail(
     return _rank_failure(done, directory, nproc, results, shipped, undead)
 
 
-def interruption(what: str) -> KeyboardInterrupt:
-    """The KeyboardInterrupt of an interrupted cell: one line instead of frames of air_nb."""
+def interruption(what: str, lines: Sequence[str] = ()) -> KeyboardInterrupt:
+    """The KeyboardInterrupt of an interrupted cell: one line instead of frames of air_nb, and what else there is."""
     error = KeyboardInterrupt(what)
-    line = f"\x1b[31mKeyboardInterrupt\x1b[0m: {what}"
-    error._render_traceback_ = lambda: [line]  # type: ignore[attr-defined]  # IPython's protocol
+    shown = [f"\x1b[31mKeyboardInterrupt\x1b[0m: {what}", *lines]
+    error._render_traceback_ = lambda: shown  # type: ignore[attr-defined]  # IPython's protocol
     return error
+
+
+def _unresponsive(directory: RunDirectory) -> list[str]:
+    """Where the ranks were that had to be stopped by SIGTERM or SIGKILL."""
+    try:
+        ranks = directory.read_record().unresponsive
+    except (OSError, ValueError):  # a full disk: the interrupt itself matters more
+        ranks = []
+    if not ranks:
+        return []
+    # One group is the usual case; its own line would only name the ranks again.
+    lines = describe_stacks(directory, ranks)
+    head = f"{name_ranks(ranks)} did not end within {LADDERS[StopKind.INTERRUPT][0]:g} s of SIGINT"
+    return [f"{head}:", *lines[1:]] if lines[0] == f"{name_ranks(ranks)}:" else [f"{head}; they were here:", *lines]
 
 
 def _rank_failure(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from air_nb.errors import NestedLaunchError
@@ -118,8 +119,9 @@ def _prepare() -> None:
 
     assert names is not None
     assert launched is not None
-    close_dead_runs()
-    prune()
+    with suppress(OSError):  # no home to write to: the first launch says so, and where
+        close_dead_runs()
+        prune()
 
 
 _session: Session | None = None

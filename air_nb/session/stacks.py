@@ -13,7 +13,7 @@ from air_nb.protocol.task import RankTask
 from air_nb.session.rank_names import name_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from air_nb.runs.directory import RunDirectory
 
@@ -33,10 +33,10 @@ class _Frame:
     function: str
 
 
-def describe_stacks(directory: RunDirectory, nproc: int) -> list[str]:
+def describe_stacks(directory: RunDirectory, ranks: Iterable[int]) -> list[str]:
     """The newest stack of each rank's main thread, innermost call last, with the lines of the cell marked."""
     groups: dict[tuple[_Frame, ...], list[int]] = defaultdict(list)
-    for rank in range(nproc):
+    for rank in ranks:
         try:
             text = directory.rank_file(rank, "stacks").read_text(errors="replace")
         except FileNotFoundError:
@@ -44,8 +44,8 @@ def describe_stacks(directory: RunDirectory, nproc: int) -> list[str]:
         groups[_users_part(_main_thread(text))].append(rank)
     cells = _Cells(RankTask.read(directory.path))
     lines = []
-    for frames, ranks in groups.items():
-        lines.append(f"{name_ranks(ranks)}:")
+    for frames, members in groups.items():
+        lines.append(f"{name_ranks(members)}:")
         lines += [line for frame in frames for line in cells.describe(frame)] or [f"  {_NO_STACK}"]
     return lines
 

@@ -6,7 +6,13 @@ import html
 import re
 from typing import Any
 
-__all__ = ["as_html", "headline"]
+__all__ = ["TEXT_STYLE", "as_html", "headline"]
+
+TEXT_STYLE = (
+    "margin:0;padding:2px 0 2px 1ch;"
+    "font:var(--jp-code-font-size,13px)/var(--jp-code-line-height,1.3) var(--jp-code-font-family,monospace)"
+)
+"""As the text of the ranks: JupyterLab sets its size and font by these variables and indents it by one character."""
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.)?")
 _LINK = re.compile(r"https?://[^\s<>\"'&]+(?:&amp;[^\s<>\"'&]+)*")
@@ -20,6 +26,4 @@ def as_html(text: str) -> str:
 def headline(text: str) -> dict[str, Any]:
     """MIME bundle of one line of ours: its text, and the same with links that can be clicked."""
     linked = _LINK.sub(lambda link: f'<a href="{link[0]}" target="_blank">{link[0]}</a>', as_html(text))
-    # In line with the text of the ranks, and of its size: JupyterLab sets both by these variables.
-    style = "opacity:.75;padding-left:var(--jp-code-padding,5px);font-size:var(--jp-code-font-size,13px)"
-    return {"text/plain": text, "text/html": f'<div style="{style}">{linked}</div>'}
+    return {"text/plain": text, "text/html": f'<div style="opacity:.75;{TEXT_STYLE}">{linked}</div>'}

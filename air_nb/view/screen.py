@@ -16,6 +16,7 @@ LINE_MAX = 1 << 16
 
 _ROWS_MAX = 64
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+_MOVE = re.compile(rf"[\r\x08]|{_CURSOR.pattern}")
 _CONTROL = re.compile(r"(\r|\n|\x08+|\x1b\[[0-9;?]*[A-HJKSTfhlsu])")
 _UNFINISHED = re.compile(r"(?:\r|\x1b(?:\[[0-9;?]*)?)+\Z")
 _NEWLINE = re.compile(r"\r+\n")
@@ -87,7 +88,9 @@ class LineBuffer:
         """Take prepared text; return the lines that it finished."""
         if self.is_plain(text):
             return self._add_plain(text, now)
-        return self._paint(text, now)
+        before = self._lines_before_move(text)
+        done = self._add_plain(before, now) if before else []
+        return done + self._paint(text[len(before) :], now)
 
     def settle(self) -> list[str]:
         """Finish the rows above the cursor: it has not come back up to them."""
@@ -152,6 +155,18 @@ class LineBuffer:
         self._dropped += max(len(text) - room, 0)
         if self.since is None:
             self.since = now
+
+    def _lines_before_move(self, text: str) -> str:
+        """Finished lines at the start that need no screen: it would forget how much of a long one is not shown.
+
+        Blank lines right before the movement belong to the screen: bars go down to their row with them.
+        """
+        move = None if self._rows else _MOVE.search(text)
+        if move is None:
+            return ""
+        lines = text[: text.rfind("\n", 0, move.start()) + 1]
+        written = lines.rstrip()
+        return lines[: lines.find("\n", len(written)) + 1] if written or self._text.strip() else ""
 
     def _paint(self, text: str, now: float) -> list[str]:
         if not self._rows:

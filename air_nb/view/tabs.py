@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from air_nb.view.actions import Action, Print, Show, Update
-from air_nb.view.markup import as_html
+from air_nb.view.markup import TEXT_STYLE, as_html
 
 __all__ = ["Tabs"]
 
@@ -135,12 +135,13 @@ class Tabs:
             for rank in range(len(self._logs))
         )
         columns = "repeat(auto-fit,minmax(min(28em,100%),1fr))"
-        return f'<div style="display:grid;gap:4px;grid-template-columns:{columns}">{panes}</div>'
+        return f'<div style="{TEXT_STYLE};display:grid;gap:4px;grid-template-columns:{columns}">{panes}</div>'
 
     def _details(self) -> str:
-        return "".join(
+        logs = "".join(
             f"<details{' open' if rank == 0 else ''}><summary>{self._title(rank)}</summary>"
             '<pre style="max-height:30em;overflow:auto">'
             f"{as_html(chr(10).join(self._last(rank, TAIL_LINES)))}</pre></details>"
             for rank in range(len(self._logs))
         )
+        return f'<div style="{TEXT_STYLE}">{logs}</div>'

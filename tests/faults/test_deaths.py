@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from air_nb.runs.directory import all_runs
-from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import node_local
 from air_nb.runs.retention import close_dead_runs
 from tests.faults.conftest import PROGRAMS, TaggedKernel, eventually
@@ -57,7 +56,8 @@ def test_nothing_outlives_the_kernel(fresh_kernel: TaggedKernel, tmp_path: Path,
     run_id = kernel.last_record()["run_id"]
     record = _record(run_id)
     assert record.state == "RUNNING"
-    ranks = [ProcessId.of(pid) for pid in record.pids]
+    ranks = record.ranks
+    assert all(ranks)
     pid = kernel.kernel.pid
     before = kernel.processes()
     assert len(before) >= 2 * 6 + 3, before  # rank, 2 loader workers, 2 sleeps, daemon; kernel, launcher, forkserver
@@ -103,19 +103,18 @@ def test_the_cell_ends_with_a_clear_error_and_the_next_one_has_a_new_launcher(
     old = kernel.launcher().pid
     cell = _start_leaver(kernel, tmp_path)
     before = kernel.processes()
+    mine = {kernel.kernel.pid}  # and the sampler's, found while all are alive: what dies has no command line
+    mine |= {other.pid for other in before if "air_nb.monitor" in " ".join(other.cmdline())}
     process.kill()
     kernel.follow(cell, timeout_s=30)
     assert cell.error is not None
     assert cell.error["ename"] == "RunError"
     assert "was killed by SIGKILL" in cell.traceback
     assert "rank 0" not in cell.traceback
-    mine = {kernel.kernel.pid}
 
     def left() -> list[psutil.Process]:
         return [other for other in kernel.processes() if other in before and other.pid not in mine]
 
-    sampler = [other for other in left() if "air_nb.monitor" in " ".join(other.cmdline())]
-    mine |= {other.pid for other in sampler}
     assert eventually(lambda: not left()), left()
     assert kernel.last_record()["state"] == "FAILED"
     assert "was killed by SIGKILL" in kernel.last_record()["reason"]

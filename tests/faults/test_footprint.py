@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from air_nb.protocol.messages import RunState
 from air_nb.runs.directory import RunDirectory, RunRecord, all_runs
@@ -17,6 +18,24 @@ from air_nb.runs.paths import home, node_local
 from air_nb.runs.retention import prune
 from tests.faults.conftest import TaggedKernel, eventually, new_kernel
 
+_KILL = "import os, signal\\nos.kill(os.getpid(), signal.SIGKILL)"
+_INTERRUPT = """import os, signal, threading
+timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+timer.start()
+try:
+    get_ipython().run_cell_magic("distributed", "--nproc 2 --quiet", "import time\\ntime.sleep(60)")
+finally:
+    timer.join()
+"""
+_STOP = """import threading
+from air_nb.session import commands
+timer = threading.Timer(1, commands.stop_run, ("stop-this",))
+timer.start()
+try:
+    get_ipython().run_cell_magic("distributed", "--nproc 2 --quiet --name stop-this", "import time\\ntime.sleep(60)")
+finally:
+    timer.join()
+"""
 _ENDINGS = (
     "%%distributed --nproc 2 --quiet\npass",
     "%%distributed --nproc 2 --quiet\nraise ValueError",
@@ -24,7 +43,13 @@ _ENDINGS = (
     "%%distributed --nproc 2 --quiet --out got\nimport numpy\nnumpy.ones(1000)",
     "%%distributed --nproc 2 --quiet --out got\nimport threading\nthreading.Lock()",
     "%%distributed --nproc 2 --quiet\nimport os\nos._exit(1)",
+    f"%%distributed --nproc 2 --quiet\n{_KILL}",
+    "%%distributed --nproc 2 --quiet\nimport sys\nsys.exit(3)",
+    "lock = __import__('threading').Lock()\nget_ipython().run_cell_magic('distributed', '--nproc 2', 'lock')",
+    _INTERRUPT,
+    _STOP,
 )
+_GROWTH_BYTES = 16 << 20
 _STATE = """
 import os, signal, sys, threading, warnings, json
 def _state():
@@ -51,13 +76,15 @@ def _counts(kernel: TaggedKernel, launcher: psutil.Process) -> dict[str, int]:
     }
 
 
-def test_runs_of_every_ending_leave_the_kernel_and_the_launcher_as_they_were(kernel: TaggedKernel):
+@pytest.mark.parametrize("rounds", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_runs_of_every_ending_leave_the_kernel_and_the_launcher_as_they_were(kernel: TaggedKernel, rounds: int):
     kernel.ok(_STATE)
     for code in _ENDINGS:  # what is made once is made now
         kernel.run(code)
     launcher = kernel.launcher()
     before, state = _counts(kernel, launcher), kernel.value("json.dumps(_state())")
-    for _ in range(3):
+    resident = _resident(kernel, launcher)
+    for _ in range(rounds):
         for code in _ENDINGS:
             kernel.run(code)
     after: dict[str, int] = {}
@@ -68,12 +95,54 @@ def test_runs_of_every_ending_leave_the_kernel_and_the_launcher_as_they_were(ker
 
     assert eventually(settled, 10), (before, after)
     assert kernel.value("json.dumps(_state())") == state
+    assert kernel.launcher().pid == launcher.pid
+    grown = {name: size - resident[name] for name, size in _resident(kernel, launcher).items()}
+    assert max(grown.values()) < _GROWTH_BYTES, grown
+
+
+def _resident(kernel: TaggedKernel, launcher: psutil.Process) -> dict[str, int]:
+    processes = {"kernel": psutil.Process(kernel.kernel.pid), "launcher": launcher, "forkserver": kernel.forkserver()}
+    return {name: process.memory_info().rss for name, process in processes.items()}
 
 
 def test_ten_quick_runs_in_a_row_work(kernel: TaggedKernel):
     code = "for i in range(10):\n    get_ipython().run_cell_magic('distributed', '--nproc 2 --quiet', f'print({i})')"
     text = kernel.ok(code, timeout_s=120).stream("stdout")
     assert [line for line in text.splitlines() if line.startswith("[0-1]")] == [f"[0-1] {i}" for i in range(10)]
+
+
+def test_thirty_two_ranks_on_few_cores(kernel: TaggedKernel):
+    code = (
+        "import torch, torch.distributed as dist\nfrom air_nb.runtime import get_rank, init_process_group\n"
+        "init_process_group()\nx = torch.tensor(get_rank())\ndist.all_reduce(x)\nprint('sum', x.item())\nx.item()"
+    )
+    cell = kernel.ok(f"%%distributed --nproc 32 --device cpu --out got\n{code}", timeout_s=150)
+    assert "[0-31] sum 496" in cell.text
+    assert kernel.value("got == [496] * 32") == "True"
+    assert kernel.below_forkserver() == []
+
+
+def test_large_variables_that_the_cell_does_not_read_are_not_copied(kernel: TaggedKernel):
+    kernel.ok("import numpy\nlarge = numpy.zeros(2 << 30, dtype='uint8')")
+    before = psutil.Process(kernel.kernel.pid).memory_info().rss
+    assert "[0-1] fine" in kernel.ok("%%distributed --nproc 2\nprint('fine')").text
+    assert psutil.Process(kernel.kernel.pid).memory_info().rss - before < _GROWTH_BYTES
+    kernel.ok("del large")
+
+
+@pytest.mark.slow
+def test_a_result_of_a_gibibyte_is_mapped_and_not_copied(kernel: TaggedKernel):
+    me = psutil.Process(kernel.kernel.pid)
+    kernel.ok("%%distributed --nproc 1 --quiet --out got\nimport numpy\nnumpy.ones(10 << 20, dtype='uint8')")
+    before = me.memory_info().rss
+    kernel.ok(
+        "%%distributed --nproc 1 --quiet --out got\nimport numpy\nnumpy.ones(1 << 30, dtype='uint8')", timeout_s=120
+    )
+    assert me.memory_info().rss - before < _GROWTH_BYTES
+    assert kernel.value("got[0].nbytes, int(got[0][::1 << 20].sum()), got[0].flags.writeable") == (
+        "(1073741824, 1024, True)"
+    )
+    kernel.ok("got[0][0] = 7\nassert got[0][0] == 7\ndel got")
 
 
 def test_a_kernel_with_more_than_1024_open_files_can_launch(kernel: TaggedKernel):
@@ -191,6 +260,21 @@ def test_run_directories_are_private(kernel: TaggedKernel):
             assert mode == (0o700 if path.is_dir() else 0o600), (path, oct(mode))
     assert stat.S_IMODE(home().stat().st_mode) == 0o700
     assert stat.S_IMODE(node_local().stat().st_mode) == 0o700
+
+
+def test_a_home_that_cannot_be_made_is_an_error_of_the_launch_and_of_nothing_else(tmp_path: Path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AIR_NB_HOME", str(tmp_path / "file" / "home"))
+    for kernel in new_kernel(tmp_path):
+        cell = kernel.run("%%distributed --nproc 1\nprint(1)")
+        assert cell.traceback.startswith("LauncherError: the run can't be written to ")
+        assert "AIR_NB_HOME" in cell.traceback
+        assert len(cell.traceback.splitlines()) == 1
+        runs = kernel.run("%air runs")
+        assert runs.text.startswith("UsageError: %air runs: ")
+        assert "AIR_NB_HOME" in runs.text
+        assert "LOOK  run directory" in kernel.ok("%air doctor").text
+        assert kernel.ok("import time\ntime.sleep(1)").text == ""  # no traceback of a thread
 
 
 def _make_run(root: Path, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,21 @@ def test_a_process_that_is_gone_before_the_watch_began_counts_as_ended():
         found = ProcessId.of(short.pid)
     assert found is not None
     assert _watch(found, hold_s="60") == (0, "")
+
+
+def test_a_signal_reaches_the_process_it_is_meant_for():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        found = ProcessId.of(process.pid)
+        assert found is not None
+        assert found.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == -signal.SIGTERM
+
+
+def test_a_signal_does_not_reach_another_process_that_has_the_pid_now():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        found = ProcessId.of(process.pid)
+        assert found is not None
+        assert not ProcessId(found.pid, found.started_ticks - 1).send_signal(signal.SIGKILL)
+        assert process.poll() is None
+        process.kill()
+    assert not found.send_signal(signal.SIGKILL)

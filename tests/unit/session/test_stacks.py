@@ -34,7 +34,7 @@ def _describe(tmp_path: Path, dumps: list[str | None], source: str = "\n\nimport
     for rank, dump in enumerate(dumps):
         if dump is not None:
             directory.rank_file(rank, "stacks").write_text(dump)
-    return [plain(line) for line in describe_stacks(directory, len(dumps))]
+    return [plain(line) for line in describe_stacks(directory, range(len(dumps)))]
 
 
 def test_equal_stacks_are_shown_once_with_the_lines_of_the_cell(tmp_path: Path):

@@ -141,6 +141,13 @@ def test_long_line_is_cut_with_a_note(size, chunk):
     assert after == "next"
 
 
+@pytest.mark.parametrize("move", ["\r", "\x08", "\x1b[999C", "\x1b[A"])
+def test_long_line_keeps_its_note_when_the_cursor_moves_after_it(move):
+    for chunks in [("x" * LINE_MAX, f"xx\n 10%{move} 20%\n"), ("x" * LINE_MAX + "xx", f"\n{move}20%\n")]:
+        long, *_ = feed(*chunks)
+        assert long == "x" * LINE_MAX + "… 2 more characters"
+
+
 def test_line_of_the_limit_is_whole():
     assert feed("x" * LINE_MAX + "\n") == ["x" * LINE_MAX]
 
