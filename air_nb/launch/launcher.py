@@ -53,11 +53,8 @@ if TYPE_CHECKING:
     from air_nb.launch.rank_process import RankProcess
     from air_nb.protocol.messages import Event
 
-__all__ = ["IDLE_MODULES", "WARM_MODULE", "main"]
+__all__ = ["main"]
 
-WARM_MODULE = "air_nb.rank.main"
-IDLE_MODULES = "torch._dynamo"
-_PRELOAD_MODULE = "air_nb.launch.preload"
 _WARM_TIMEOUT_S = 300.0
 _IDLE_S = 0.1  # longer than a kernel takes to send the run that waited for the warm-up, or the next cell of Run All
 _AGENTS_END_S = 1.0
@@ -120,16 +117,11 @@ class Launcher:
         started = time.monotonic()
         # Its sockets go where the next launcher finds and sweeps them if this one is killed.
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._directory)
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        os.environ[preload.WARM_VARIABLE] = WARM_MODULE
-        os.environ[preload.IDLE_VARIABLE] = IDLE_MODULES
-        forkserver.set_forkserver_preload([_PRELOAD_MODULE])
-        forkserver.ensure_running()
+        preload.warm()
+        preload.start_forkserver()
         # No public way to its pid.
         self._forkserver_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # noqa: SLF001
         self._forkserver_pidfd = os.pidfd_open(self._forkserver_pid)
-        import air_nb.launch.agent  # noqa: F401 - imports torch, while the forkserver does so too
-
         problem = self._probe()
         self._send(self._ready(round(time.monotonic() - started, 3), problem))
 

@@ -1,7 +1,7 @@
-"""Runs inside the forkserver: its lifeline, its warm-up, and the door through which a rank enters.
+"""The process that ranks are forked from: its warm-up, start and lifeline, and the door through which a rank enters.
 
-multiprocessing imports this module in the forkserver before it serves (``set_forkserver_preload``). The modules that
-ranks need are named in the environment, so that this package imports nothing of ``air_nb.rank``.
+It is multiprocessing's own forkserver, but forked from the launcher instead of executed anew: torch is then imported
+once, and its memory is shared by launcher, forkserver and ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import importlib
 import os
 import signal
 import sys
-import time
 import traceback
 import types
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from air_nb.launch.descendants import become_subreaper, kill_descendants
 from air_nb.protocol.start import STACKS_SIGNAL_OFFSET
@@ -26,12 +27,10 @@ if TYPE_CHECKING:
 
     from air_nb.protocol.start import RankStart
 
-__all__ = ["DEEPEN_SIGNAL", "IDLE_VARIABLE", "WARM_VARIABLE", "enter_rank", "probe"]
+__all__ = ["DEEPEN_SIGNAL", "enter_rank", "probe", "start_forkserver", "warm"]
 
-WARM_VARIABLE = "AIR_NB_WARM"
-"""Module that every rank needs, imported before the forkserver serves."""
-IDLE_VARIABLE = "AIR_NB_WARM_IDLE"
-"""Modules that most training code needs, imported when nothing runs."""
+_WARM_MODULES = ("air_nb.rank.main", "air_nb.launch.agent")
+_IDLE_MODULE = "torch._dynamo"
 DEEPEN_SIGNAL = signal.SIGUSR1
 
 _PR_SET_PDEATHSIG = 1
@@ -44,12 +43,17 @@ def _end_with_launcher(_number: int, _frame: types.FrameType | None) -> None:
     os._exit(1)
 
 
-def _import(names: list[str]) -> None:
+def warm() -> None:
+    """In the launcher, before the fork: import what it and every rank need, so that they share the memory."""
+    _import(*_WARM_MODULES)
+
+
+def _import(*names: str) -> None:
     global _problem  # noqa: PLW0603 - read by probe(), in children of this process
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception:  # noqa: BLE001 - a border: multiprocessing would hide an ImportError and die of any other
+        except Exception:  # noqa: BLE001 - a border: the user's torch may be broken, and the kernel has to show why
             _problem = f"importing {name} failed:\n{traceback.format_exc()}"
     # A collection in a rank would write into every object's header and so copy the pages that ranks share.
     gc.collect()
@@ -61,7 +65,35 @@ def _deepen(_number: int, _frame: types.FrameType | None) -> None:
 
     A signal that arrives while this process forks is no danger: CPython drops pending ones in the child.
     """
-    _import(os.environ.get(IDLE_VARIABLE, "").split())
+    _import(_IDLE_MODULE)
+
+
+def start_forkserver() -> None:
+    """Start multiprocessing's forkserver as a fork of this process. In the launcher's main thread."""
+    resource_tracker.ensure_running()  # a program of its own, so before the way to start programs is changed
+    execute = util.spawnv_passfds
+
+    def fork_instead(_path: object, arguments: Sequence[Any], _descriptors: object) -> int:
+        """Run what multiprocessing has for a new interpreter, ``[..., "-c", code]``, in a fork of this one."""
+        pid = os.fork()
+        if pid == 0:
+            util.spawnv_passfds = execute  # ranks start programs too
+            _serve(arguments[-1])
+        return pid
+
+    util.spawnv_passfds = fork_instead  # type: ignore[assignment]
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = execute
+
+
+def _serve(code: str) -> NoReturn:
+    try:
+        _arm()
+        exec(code, {})  # noqa: S102 - multiprocessing's own: it imports its main() and calls it
+    finally:
+        os._exit(1)
 
 
 def _arm() -> None:
@@ -98,9 +130,3 @@ def _cuda_problem() -> str:
         if opened.startswith("/dev/nvidia"):
             return f"{opened} was opened while torch was imported: ranks forked from here could not use the GPUs"
     return ""
-
-
-if os.environ.get(WARM_VARIABLE):
-    _arm()
-    _warm_from = time.monotonic()
-    _import([os.environ[WARM_VARIABLE]])

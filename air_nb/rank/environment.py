@@ -6,12 +6,13 @@ import contextlib
 import faulthandler
 import importlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import threading
-from multiprocessing import parent_process
+from multiprocessing import forkserver, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,9 +78,20 @@ def adopt_task(task: RankTask) -> None:
     sys.path[:] = task.sys_path
     sys.argv[:] = task.argv
     importlib.invalidate_caches()  # helper modules as they are on disk now
+    _own_multiprocessing()
     _reseed()
     _limit_threads(task.threads)
     _adopt_logging(task)
+
+
+def _own_multiprocessing() -> None:
+    """Python's default start method, and no forkserver yet, as in a process started by hand.
+
+    The child of a forkserver has "forkserver" as its default, so that loader workers would start a server of their own
+    and import torch again; and it has the state, and the held lock, of the one that it was forked from.
+    """
+    multiprocessing.set_start_method(None, force=True)
+    forkserver._forkserver.__init__()  # type: ignore[misc]  # noqa: SLF001 - the module's functions are bound to this very object
 
 
 def _reseed() -> None:

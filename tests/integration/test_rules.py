@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
@@ -337,3 +338,8 @@ def test_a_failed_cell_stops_papermill(papermill_run):
     assert "RankFailedError" in ended.stderr
     assert "on purpose" in ended.stderr
     assert "went on\n" not in [_text(cell) for cell in notebook.cells]
+
+
+def test_loader_workers_start_as_in_a_process_started_by_hand(kernel, on_ranks):
+    code = "import multiprocessing, os\nmultiprocessing.get_start_method()"
+    assert on_ranks(code) == [ast.literal_eval(kernel.value("__import__('multiprocessing').get_start_method()"))]
