@@ -19,12 +19,12 @@ import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import asdict
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from air_nb.launch import preload
+from air_nb.launch import forkserver
 from air_nb.launch.descendants import become_subreaper, kill_descendants
 from air_nb.launch.failures import describe_exit
 from air_nb.launch.ladder import StopKind
@@ -117,10 +117,9 @@ class Launcher:
         started = time.monotonic()
         # Its sockets go where the next launcher finds and sweeps them if this one is killed.
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._directory)
-        preload.warm()
-        preload.start_forkserver()
-        # No public way to its pid.
-        self._forkserver_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # noqa: SLF001
+        forkserver.warm()
+        private = [self._commands, self._events, self._wake_reader, self._wake_writer]
+        self._forkserver_pid = forkserver.start_forkserver(private)
         self._forkserver_pidfd = os.pidfd_open(self._forkserver_pid)
         problem = self._probe()
         self._send(self._ready(round(time.monotonic() - started, 3), problem))
@@ -131,7 +130,7 @@ class Launcher:
     def _probe(self) -> str | None:
         """Fork once: answered when the forkserver has imported everything, with what is wrong with it."""
         reader, writer = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=preload.probe, args=(writer,))
+        process = self._context.Process(target=forkserver.probe, args=(writer,))
         process.start()
         writer.close()
         with reader:
@@ -170,7 +169,7 @@ class Launcher:
     def _deepen(self) -> None:
         """Nothing to do for a moment: let the forkserver import what most training code will need."""
         self._deepened = True
-        os.kill(self._forkserver_pid, preload.DEEPEN_SIGNAL)
+        os.kill(self._forkserver_pid, forkserver.DEEPEN_SIGNAL)
 
     def _obey(self, line: bytes) -> None:
         command = decode(line)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from typing import TYPE_CHECKING
 
-from air_nb.launch import preload
+from air_nb.launch import forkserver
 from air_nb.protocol.start import RankReport, RankStart
 from air_nb.runs.liveness import ProcessId
 
@@ -46,7 +46,7 @@ class RankProcess:
         self.report: RankReport | None = None
         self.ended_at = 0.0
         self._reader, writer = context.Pipe(duplex=False)
-        self._process = context.Process(target=preload.enter_rank, args=(RANK_TARGET, start, writer), daemon=False)
+        self._process = context.Process(target=forkserver.enter_rank, args=(RANK_TARGET, start, writer), daemon=False)
         with _FORK_LOCK:
             self._process.start()
         writer.close()

@@ -2,7 +2,7 @@
 
 Everything is drawn by the thread that waits for the run, through ``sys.stdout``, ``sys.stderr`` and IPython's display
 publisher as they are at that moment, so that capturing them works as for any code of the cell. In a notebook at most
-100 batches a second are sent, 20 in a flood: past 1,000 messages or 1 MB of stream text a second the Jupyter server
+20 batches a second are sent in a flood: past 1,000 messages or 1 MB of stream text a second the Jupyter server
 drops everything.
 """
 
@@ -21,7 +21,7 @@ from air_nb.view.actions import Action, Clear, Print, Show, Update
 __all__ = ["Drawer", "Front", "detect_front", "pin_thread_to_cell"]
 
 _FLOOD_BATCH_S = 0.05
-_BATCH_S = 0.01  # a few lines a second are drawn at once; the server allows 1,000 messages a second
+_BATCH_S = 0.002  # a few lines a second are drawn at once; `session.wait` reads at most 50 times a second in a flood
 _FLOOD_CHARS = 8_192
 
 

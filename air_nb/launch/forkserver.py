@@ -68,17 +68,28 @@ def _deepen(_number: int, _frame: types.FrameType | None) -> None:
     _import(_IDLE_MODULE)
 
 
-def start_forkserver() -> None:
-    """Start multiprocessing's forkserver as a fork of this process. In the launcher's main thread."""
+def start_forkserver(private: Sequence[int]) -> int:
+    """Start multiprocessing's forkserver as a fork of this process. In the launcher's main thread.
+
+    Args:
+        private: Descriptors that must not go along: the pipes between kernel and launcher tell by their end who is gone.
+
+    Returns:
+        Its pid.
+    """
     resource_tracker.ensure_running()  # a program of its own, so before the way to start programs is changed
     execute = util.spawnv_passfds
+    pids: list[int] = []
 
     def fork_instead(_path: object, arguments: Sequence[Any], _descriptors: object) -> int:
         """Run what multiprocessing has for a new interpreter, ``[..., "-c", code]``, in a fork of this one."""
         pid = os.fork()
         if pid == 0:
             util.spawnv_passfds = execute  # ranks start programs too
+            for descriptor in private:
+                os.close(descriptor)
             _serve(arguments[-1])
+        pids.append(pid)
         return pid
 
     util.spawnv_passfds = fork_instead  # type: ignore[assignment]
@@ -86,6 +97,7 @@ def start_forkserver() -> None:
         forkserver.ensure_running()
     finally:
         util.spawnv_passfds = execute
+    return pids[0]
 
 
 def _serve(code: str) -> NoReturn:
