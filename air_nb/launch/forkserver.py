@@ -72,7 +72,7 @@ def start_forkserver(private: Sequence[int]) -> int:
     """Start multiprocessing's forkserver as a fork of this process. In the launcher's main thread.
 
     Args:
-        private: Descriptors that must not go along: the pipes between kernel and launcher tell by their end who is gone.
+        private: Descriptors that must not go along: the end of a pipe between kernel and launcher tells who is gone.
 
     Returns:
         Its pid.
