@@ -176,8 +176,11 @@ def test_ctrl_c_interrupts_the_run_and_the_next_one_works(terminal, tmp_path):
 
 def test_ctrl_c_while_idle_does_not_touch_the_launcher(terminal):
     before = children(terminal)
-    terminal.child.sendintr()
-    terminal.child.expect(PROMPT)
+    # Python loses a Ctrl-C that comes between the prompt and the read behind it, so a person presses it again.
+    for _ in range(5):
+        terminal.child.sendintr()
+        if terminal.child.expect([PROMPT, pexpect.TIMEOUT], timeout=3) == 0:
+            break
     assert terminal.run("%%distributed --nproc 2 --quiet", 'print("still here")') == ["[0-1] still here"]
     assert before <= children(terminal)
 
