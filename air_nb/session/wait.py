@@ -28,7 +28,7 @@ __all__ = ["RunWaiter", "end_run"]
 
 _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.02  # a flood is taken in pieces; the first line after a quiet moment is drawn at once
-_BUSY = 5  # reads closer together than so many pauses are a flood
+_BUSY = 3  # reads closer together than so many pauses are a flood
 _INTERRUPTED_KEEP_BYTES = 1 << 15
 _END_S = 10.0
 _STUCK_S = 12.0  # the stop ladder has ended long before: 3 + 1.5 s, then 5 s for processes that SIGKILL can't end
