@@ -21,6 +21,7 @@ from air_nb.options import RunOptions, parse_env, parse_timeout
 from air_nb.protocol.names import RESULT
 from air_nb.runs.paths import home_path
 from air_nb.session.session import close_session, get_session
+from air_nb.session.versions import is_too_old, minimum_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from air_nb.capture.names import CellNames
 
 __all__ = ["AirMagics", "load", "unload"]
-
-_MINIMUM_VERSIONS = {"ipython": (9, 0), "ipykernel": (7, 1), "torch": (2, 11)}
 
 
 @magics_class
@@ -310,13 +309,14 @@ def _unsupported(shell: InteractiveShell) -> str | None:
     """One sentence if air_nb can't work here."""
     if not sys.platform.startswith("linux"):
         return f"air_nb works on Linux; this is {sys.platform}"
-    for distribution, minimum in _MINIMUM_VERSIONS.items():
+    for distribution in ("ipython", "ipykernel", "torch"):
         if distribution == "ipykernel" and not hasattr(shell, "kernel"):
             continue
+        needed = f"air_nb needs {distribution} {minimum_text(distribution)} or newer"
         try:
             found = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            return f"air_nb needs {distribution} {'.'.join(map(str, minimum))} or newer, which is not installed"
-        if tuple(int(part) for part in found.split(".")[:2]) < minimum:
-            return f"air_nb needs {distribution} {'.'.join(map(str, minimum))} or newer; {found} is installed"
+            return f"{needed}, which is not installed"
+        if is_too_old(distribution, found):
+            return f"{needed}; {found} is installed"
     return None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from air_nb.monitor.sample import DriverState, GpuState
 from air_nb.runs.paths import home, is_network_path, node_local
+from air_nb.session.versions import MINIMUM_VERSIONS, is_too_old, minimum_text
 
 if TYPE_CHECKING:
     from air_nb.session.session import Session
@@ -26,13 +27,6 @@ _MIN_SHM_BYTES = 1 << 30
 _MIN_FREE_BYTES = 2 << 30
 _MIN_OPEN_FILES = 4096
 _MIN_PROCESSES = 4096
-_MINIMUM_VERSIONS = {
-    "ipython": (9, 0),
-    "ipykernel": (7, 1),
-    "jupyterlab": (4, 4),
-    "ipywidgets": (8, 0),
-    "torch": (2, 11),
-}
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _OPTIONAL = frozenset({"jupyterlab", "ipywidgets", "ipykernel"})
 
@@ -77,16 +71,14 @@ def findings(session: Session) -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    for distribution, minimum in _MINIMUM_VERSIONS.items():
-        needed = ".".join(map(str, minimum))
+    for distribution in MINIMUM_VERSIONS:
+        cure = f"pip install '{distribution}>={minimum_text(distribution)}'"
         try:
             found = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            fix = None if distribution in _OPTIONAL else f"pip install '{distribution}>={needed}'"
-            yield Finding(distribution, "not installed", fix)
+            yield Finding(distribution, "not installed", None if distribution in _OPTIONAL else cure)
             continue
-        old = tuple(int(part) for part in found.split(".")[:2]) < minimum
-        yield Finding(distribution, found, f"pip install '{distribution}>={needed}'" if old else None)
+        yield Finding(distribution, found, cure if is_too_old(distribution, found) else None)
 
 
 def _torch_facts() -> dict[str, Any]:
