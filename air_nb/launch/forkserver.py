@@ -55,6 +55,7 @@ def _import(*names: str) -> None:
             importlib.import_module(name)
         except Exception:  # noqa: BLE001 - a border: the user's torch may be broken, and the kernel has to show why
             _problem = f"importing {name} failed:\n{traceback.format_exc()}"
+            sys.stderr.write(_problem)  # the launcher's log; after the warm-up nobody asks any more
     # A collection in a rank would write into every object's header and so copy the pages that ranks share.
     gc.collect()
     gc.freeze()
@@ -83,12 +84,13 @@ def start_forkserver(private: Sequence[int]) -> int:
 
     def fork_instead(_path: object, arguments: Sequence[Any], _descriptors: object) -> int:
         """Run what multiprocessing has for a new interpreter, ``[..., "-c", code]``, in a fork of this one."""
+        launcher_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             util.spawnv_passfds = execute  # ranks start programs too
             for descriptor in private:
                 os.close(descriptor)
-            _serve(arguments[-1])
+            _serve(arguments[-1], launcher_pid)
         pids.append(pid)
         return pid
 
@@ -100,10 +102,13 @@ def start_forkserver(private: Sequence[int]) -> int:
     return pids[0]
 
 
-def _serve(code: str) -> NoReturn:
+def _serve(code: str, launcher_pid: int) -> NoReturn:
     try:
         _arm()
-        exec(code, {})  # noqa: S102 - multiprocessing's own: it imports its main() and calls it
+        if os.getppid() == launcher_pid:  # else it died before the death signal was set, which will never come then
+            exec(code, {})  # noqa: S102 - multiprocessing's own: it imports its main() and calls it
+    except Exception:  # noqa: BLE001 - the border of the process: the launcher's log says why it ended
+        traceback.print_exc()
     finally:
         os._exit(1)
 

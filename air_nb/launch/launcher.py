@@ -243,14 +243,9 @@ class Launcher:
 
     def _finish(self, run: Run, agent: NodeAgent, directory: RunDirectory) -> None:
         failures = [asdict(failure) for failure in agent.failures]
-        self._close_record(
-            directory,
-            state=agent.state,
-            failures=failures,
-            reason=agent.reason,
-            unresponsive=agent.unresponsive,
-        )
-        self._send(Done(run.run_id, agent.state, failures, agent.finished, agent.reason, agent.undead))
+        self._close_record(directory, state=agent.state, failures=failures, reason=agent.reason)
+        ended = (agent.state, failures, agent.finished, agent.reason, agent.undead, agent.unresponsive)
+        self._send(Done(run.run_id, *ended))
 
     def _sweep(self, agent: NodeAgent) -> None:
         """End what the run left behind. Daemons have left their group: they go when no other run could own them."""

@@ -119,6 +119,7 @@ class Done:
         finished: Ranks that ended well.
         reason: Why it was stopped, for KILLED and TIMED_OUT; or what failed outside the ranks.
         undead: Pids that survived SIGKILL (a process stuck in a driver).
+        unresponsive: Ranks that did not end at SIGINT when the run was interrupted.
     """
 
     run_id: str
@@ -127,6 +128,7 @@ class Done:
     finished: list[int] = field(default_factory=list)
     reason: str = ""
     undead: list[int] = field(default_factory=list)
+    unresponsive: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,10 +61,8 @@ class RankValues:
             bundle = freeze_values({ERROR: error}, registry=self._registry)
             thaw(bundle, shipped=self._registry.table())
             bundle.write(path)
-        except (CaptureError, OSError):
-            return  # the report has its type, text and traceback
         except Exception:  # noqa: BLE001 - the user's class may raise anything when it is rebuilt
-            return
+            return  # the report, which is on its way, has its type, text and traceback
 
 
 def _unreturnable(problem: Uncapturable) -> PicklingError:

@@ -56,7 +56,6 @@ class RunRecord:
         attempt: 0, or the number of restarts.
         failures: ``RankFailure`` fields, the cause first.
         reason: Why it was stopped.
-        unresponsive: Ranks that did not end at SIGINT when the run was interrupted.
     """
 
     run_id: str
@@ -75,7 +74,6 @@ class RunRecord:
     attempt: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
     reason: str = ""
-    unresponsive: list[int] = field(default_factory=list)
 
     @property
     def is_live(self) -> bool:

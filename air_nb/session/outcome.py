@@ -52,7 +52,7 @@ def fail(
         f" Process {', '.join(map(str, done.undead))} survived SIGKILL: it is stuck in a driver." if done.undead else ""
     )
     if interrupted and not done.failures:
-        return interruption(f"all ranks were stopped.{undead}", _unresponsive(directory))
+        return interruption(f"all ranks were stopped.{undead}", _unresponsive(done.unresponsive, directory))
     if done.state == RunState.TIMED_OUT:
         stacks = describe_stacks(directory, range(nproc))
         message = f"the run was stopped at {done.reason}.{undead}"
@@ -73,12 +73,8 @@ def interruption(what: str, lines: Sequence[str] = ()) -> KeyboardInterrupt:
     return error
 
 
-def _unresponsive(directory: RunDirectory) -> list[str]:
+def _unresponsive(ranks: list[int], directory: RunDirectory) -> list[str]:
     """Where the ranks were that had to be stopped by SIGTERM or SIGKILL."""
-    try:
-        ranks = directory.read_record().unresponsive
-    except (OSError, ValueError):  # a full disk: the interrupt itself matters more
-        ranks = []
     if not ranks:
         return []
     # One group is the usual case; its own line would only name the ranks again.

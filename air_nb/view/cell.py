@@ -19,14 +19,14 @@ class CellView:
     Args:
         ranks: How many ranks the run has.
         mode: What to show of them.
-        run_name: Unique in the notebook; part of the display ids.
+        run_id: Part of the display ids: two runs of one name must not update each other's output.
         quiet: Streams only, no header and footer, the same output for the same cell on a loaded machine.
         front: Where the output goes (``detect_front()`` in the thread that calls).
         log_dir: Where the log files are, named where lines are left out.
     """
 
     def __init__(
-        self, ranks: int, mode: OutputMode, run_name: str, *, quiet: bool, front: Front, log_dir: Path | None = None
+        self, ranks: int, mode: OutputMode, run_id: str, *, quiet: bool, front: Front, log_dir: Path | None = None
     ) -> None:
         self._model = CellModel(
             ranks,
@@ -35,7 +35,7 @@ class CellView:
             live_bars=front.live_bars,
             max_lines=2_000 if front.stored else None,
             tty=front.tty,
-            run_name=run_name,
+            run_id=run_id,
             directory="" if log_dir is None else str(log_dir),
         )
         self._drawer = Drawer(front)

@@ -65,7 +65,7 @@ class CellModel:
         live_bars: Whether the front end can update displays in place.
         max_lines: Lines that the cell stores; None where nothing is stored (a terminal).
         tty: Whether stdout is a terminal: the text of a single rank then passes as it is.
-        run_name: Makes the display ids unique in the notebook.
+        run_id: Makes the display ids unique in the notebook.
         directory: Of the log files, named where lines are left out.
     """
 
@@ -78,7 +78,7 @@ class CellModel:
         live_bars: bool,
         max_lines: int | None = 2_000,
         tty: bool = False,
-        run_name: str = "run",
+        run_id: str = "run",
         directory: str = "",
     ) -> None:
         self._mode = mode
@@ -87,7 +87,7 @@ class CellModel:
         self._solo = mode == "rank0" or (ranks == 1 and mode != "tabs")
         self._raw = tty and self._solo and not self._live and not quiet
         self._now = 0.0
-        name = f"air-{run_name}"
+        name = f"air-{run_id}"
         self._name = name
         self._sources = [{s: _Source(rank, s) for s in _STREAMS} for rank in range(ranks)]
         self._displays = Displays(name)

@@ -8,9 +8,8 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import nbformat
 from nbformat.v4 import new_code_cell, new_notebook
 
+from tests.support.wait import eventually
+
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-__all__ = ["CHROMIUM_ARGS", "Lab", "NotebookPage", "eventually", "measured", "running_lab"]
+__all__ = ["CHROMIUM_ARGS", "Lab", "NotebookPage", "measured", "running_lab"]
 
 BASE_URL = "/user/alice/"
 CHROMIUM_ARGS = [
@@ -43,16 +44,6 @@ new PerformanceObserver(list => window.airSlowScripts.push(...list.getEntries().
 """
 _PROMPT = "index => document.querySelectorAll('.jp-Notebook .jp-Cell')[index].querySelector('.jp-InputPrompt')"
 _IS_DONE = rf"index => /\[\d+\]/.test(({_PROMPT})(index).textContent)"
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    """Whether it comes to hold in time."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if holds():
-            return True
-        time.sleep(0.05)
-    return holds()
 
 
 def measured(text: str) -> None:
@@ -257,7 +248,7 @@ class NotebookPage:
         """Save from the keyboard; what the file then has."""
         before = self.file.stat().st_mtime_ns
         self.page.keyboard.press("Control+s")
-        assert eventually(lambda: self.file.stat().st_mtime_ns != before), "the notebook was not saved"
+        assert eventually(lambda: self.file.stat().st_mtime_ns != before, 10), "the notebook was not saved"
         return self.file.read_bytes()
 
     def _cell(self, index: int) -> Any:

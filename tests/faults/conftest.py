@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -106,13 +106,3 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TaggedKernel]:
 def programs(kernel: TaggedKernel) -> Path:
     kernel.ok(f"PROGRAMS = {os.fspath(PROGRAMS)!r}")
     return PROGRAMS
-
-
-def eventually(holds: Callable[[], bool], timeout_s: float = 5.0) -> bool:
-    """Whether it comes to hold in time."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if holds():
-            return True
-        time.sleep(0.05)
-    return holds()

@@ -12,7 +12,8 @@ import pytest
 from air_nb.runs.directory import all_runs
 from air_nb.runs.paths import node_local
 from air_nb.runs.retention import close_dead_runs
-from tests.faults.conftest import PROGRAMS, TaggedKernel, eventually
+from tests.faults.conftest import PROGRAMS, TaggedKernel
+from tests.support.wait import eventually
 
 _LEAVER = """%%distributed --nproc 2
 import os, sys, time

@@ -16,7 +16,8 @@ from air_nb.runs.directory import RunDirectory, RunRecord, all_runs
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import home, node_local
 from air_nb.runs.retention import prune
-from tests.faults.conftest import TaggedKernel, eventually, new_kernel
+from tests.faults.conftest import TaggedKernel, new_kernel
+from tests.support.wait import eventually
 
 _KILL = "import os, signal\\nos.kill(os.getpid(), signal.SIGKILL)"
 _INTERRUPT = """import os, signal, threading

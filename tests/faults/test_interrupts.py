@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from air_nb.runs.directory import all_runs
-from tests.faults.conftest import TaggedKernel, eventually
+from tests.faults.conftest import TaggedKernel
+from tests.support.wait import eventually
 
 _PRINT = "print('go')\n"
 _CASES = {

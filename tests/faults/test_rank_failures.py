@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import TaggedKernel, eventually
+from tests.faults.conftest import TaggedKernel
+from tests.support.wait import eventually
 
 _IN_BARRIER = """
 import os, torch.distributed as dist

@@ -18,7 +18,7 @@ def _record(**fields: object) -> RunRecord:
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path):
     own = ProcessId.own()
-    record = _record(kernel=own, launcher=own, ranks=[own, None], unresponsive=[1], failures=[{"rank": 1}])
+    record = _record(kernel=own, launcher=own, ranks=[own, None], failures=[{"rank": 1}])
     directory = RunDirectory(tmp_path)
     directory.write_record(record)
     assert directory.read_record() == record

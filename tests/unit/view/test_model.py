@@ -452,7 +452,7 @@ def test_widget_becomes_its_text_with_one_note(make_cell):
 
 
 def test_display_ids_of_ranks_do_not_meet(make_cell):
-    cell = make_cell(2, "all", run_name="calm-otter")
+    cell = make_cell(2, "all", run_id="calm-otter")
     for rank in range(2):
         cell.rich(rank, {"text/plain": f"{rank}"}, display_id="x")
     cell.rich(1, {"text/plain": "new"}, "update_display_data", display_id="x")
@@ -527,7 +527,7 @@ def test_header_without_displays_is_printed_once(make_cell):
 
 
 def test_tabs_show_every_rank_and_end_as_details(make_cell):
-    cell = make_cell(2, "tabs", run_name="r")
+    cell = make_cell(2, "tabs", run_id="r")
     cell.out(0, "a & b\n").wait(1).out(1, "\r 50%", "stderr").wait(1)
     assert cell.lines == ["── rank 0: 1 line ──", "a & b", "── rank 1: 0 lines ──", " 50%"]
     cell.out(1, numbered(1_000)).end(0, 1).finish()
