@@ -137,7 +137,8 @@ def test_bars_drawn_100_times_a_second_by_8_ranks_end_as_8_bars(open_loaded):
     notebook.wait(2)
     measured(f"tasks of the page over 50 ms: {notebook.long_tasks_ms()} ms")
     lines = [line for line in notebook.output(2).splitlines() if "of 300" in line]
-    assert lines == [f"[{rank}] rank {rank}: 300 of 300" for rank in range(8)]
+    # Final bars stand in the order in which the ranks finished.
+    assert sorted(lines) == [f"[{rank}] rank {rank}: 300 of 300" for rank in range(8)]
 
 
 def test_a_line_of_20_mb_and_bytes_that_are_no_text_leave_the_page_alive(open_loaded):
