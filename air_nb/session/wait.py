@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RunWaiter", "end_run"]
 
-_SHORTEST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.02  # a flood is taken in pieces; the first line after a quiet moment is drawn at once
-_BUSY = 3  # reads closer together than so many pauses are a flood
+_PAUSE_S = 0.001
+_FLOOD_PAUSE_S = 0.01  # a flood is taken in a hundred pieces a second
+_BURST = 10.0  # reads that may come closer together: until then a line is drawn at once
 _INTERRUPTED_KEEP_BYTES = 1 << 15
 _END_S = 10.0
 _STUCK_S = 12.0  # the stop ladder has ended long before: 3 + 1.5 s, then 5 s for processes that SIGKILL can't end
@@ -66,7 +66,8 @@ class RunWaiter:
         self._inotify.add_watch(os.fspath(directory.path), flags.MODIFY)
         self._readers = [RankLogReader(directory, rank) for rank in range(nproc)]
         self._last_read = -math.inf
-        self._pause_s = _SHORTEST_PAUSE_S
+        self._pause_s = _PAUSE_S
+        self._credit = _BURST
         self._changed = True
 
     def wait(self) -> Done:
@@ -88,7 +89,7 @@ class RunWaiter:
             now = time.monotonic()
             if self._changed and now >= self._last_read + self._pause_s:
                 self._changed = self._read_all()
-                self._adapt_pause(now)
+                self._spend(now)
             for event in self._events.take():
                 if isinstance(event, Exited):
                     self._end_rank(self._readers[event.rank])
@@ -98,10 +99,11 @@ class RunWaiter:
                     return Done(event.run_id, RunState.FAILED, reason=event.reason)
             self._view.tick()
 
-    def _adapt_pause(self, now: float) -> None:
-        """Read less often while there is always something, and at once when there was nothing for a while."""
-        busy = now - self._last_read < _BUSY * self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S) if busy else _SHORTEST_PAUSE_S
+    def _spend(self, now: float) -> None:
+        """Each read costs one; time earns them back, so that only what lasts is slowed down."""
+        earned = (now - self._last_read) / _FLOOD_PAUSE_S
+        self._credit = min(_BURST, self._credit + earned) - 1.0
+        self._pause_s = _PAUSE_S if self._credit > 0.0 else _FLOOD_PAUSE_S
         self._last_read = now
 
     def _select(self) -> None:
