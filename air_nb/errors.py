@@ -8,6 +8,13 @@
     ├── LauncherError            the launcher could not be started, or it died
     ├── NestedLaunchError        a launch inside a rank
     ├── NotDistributedError      a distributed function was called like a plain one
+    ├── PagesError               MLflow's pages can't be shown
+    ├── DataError                files, cache or position of a dataset
+    │   └── ManifestChangedError the files are not those of the position that is to be restored
+    ├── CheckpointError          a checkpoint could not be saved or restored
+    │   ├── CheckpointNotFoundError  there is none to resume from
+    │   ├── CheckpointDamagedError   bytes are missing, or not those that were written
+    │   └── CheckpointMismatchError  it is of another model, or of a newer version of air_nb
     └── RunError                 a run that did not end well
         ├── RankFailedError      a rank failed; shows that rank's own traceback
         ├── RunTimeoutError      the run was stopped at its time limit
@@ -25,10 +32,17 @@ from typing import Any
 __all__ = [
     "AirNbError",
     "CaptureError",
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "DataError",
     "DeviceError",
     "LauncherError",
+    "ManifestChangedError",
     "NestedLaunchError",
     "NotDistributedError",
+    "PagesError",
     "RankFailedError",
     "RankFailure",
     "RemoteError",
@@ -45,6 +59,34 @@ class AirNbError(Exception):
 
 class DeviceError(AirNbError):
     """The devices asked for are not there, are taken, or are of another type."""
+
+
+class PagesError(AirNbError):
+    """MLflow's pages can't be shown."""
+
+
+class DataError(AirNbError):
+    """Files, cache or position of a dataset."""
+
+
+class ManifestChangedError(DataError):
+    """The files are not those of the position that is to be restored."""
+
+
+class CheckpointError(AirNbError):
+    """A checkpoint could not be saved or restored."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no checkpoint to resume from."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """Bytes of a checkpoint are missing, or are not those that were written."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint is of another model, or of a newer version of air_nb."""
 
 
 @dataclass(frozen=True, slots=True)

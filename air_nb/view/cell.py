@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from air_nb.protocol.events import RankEvent
+from air_nb.tracking.links import Link
+from air_nb.view.actions import Print
 from air_nb.view.draw import Drawer, Front
 from air_nb.view.model import CellModel, OutputMode
 
@@ -44,9 +46,13 @@ class CellView:
         """Show the header."""
         self.header(header)
 
-    def header(self, text: str) -> None:
+    def header(self, text: str, link: Link | None = None) -> None:
         """Change the header, in place where that is possible (else nothing: the first one stays)."""
-        self._drawer.draw(self._model.header(text, time.monotonic()))
+        self._drawer.draw(self._model.header(text, time.monotonic(), link))
+
+    def warn(self, text: str) -> None:
+        """Say something that is neither a rank's output nor in the header, on stderr."""
+        self._drawer.draw([Print("stderr", f"{text}\n")])
 
     def feed(self, events: Iterable[RankEvent]) -> None:
         """Take what the ranks made, in the order of each rank."""
@@ -63,9 +69,9 @@ class CellView:
         times = [None if due is None else max(due - now, 0.0), self._drawer.timeout()]
         return min((seconds for seconds in times if seconds is not None), default=None)
 
-    def finish(self, footer: str = "") -> None:
+    def finish(self, footer: str = "", link: Link | None = None) -> None:
         """Show everything that is still held back, then the footer. Everything is flushed when this returns."""
         self._drawer.hold(self._model.finish(time.monotonic()))
         if footer:
-            self._drawer.hold(self._model.footer(footer, time.monotonic()))
+            self._drawer.hold(self._model.footer(footer, time.monotonic(), link))
         self._drawer.close()

@@ -6,6 +6,8 @@ import html
 import re
 from typing import Any
 
+from air_nb.tracking.links import Link
+
 __all__ = ["TEXT_STYLE", "as_html", "headline"]
 
 TEXT_STYLE = (
@@ -23,7 +25,16 @@ def as_html(text: str) -> str:
     return html.escape(_ESCAPES.sub("", text), quote=False)
 
 
-def headline(text: str) -> dict[str, Any]:
+def headline(text: str, link: Link | None = None) -> dict[str, Any]:
     """MIME bundle of one line of ours: its text, and the same with links that can be clicked."""
-    linked = _LINK.sub(lambda link: f'<a href="{link[0]}" target="_blank">{link[0]}</a>', as_html(text))
-    return {"text/plain": text, "text/html": f'<div style="opacity:.75;{TEXT_STYLE}">{linked}</div>'}
+    plain = text if link is None else f"{text} · {link.label}: {link.text}"
+    if link is None or link.href is None:
+        linked = _LINK.sub(lambda url: _anchor(url[0], url[0]), as_html(plain))
+    else:
+        linked = f"{as_html(text)} · {_anchor(html.escape(link.href), as_html(link.label))}"
+    return {"text/plain": plain, "text/html": f'<div style="opacity:.75;{TEXT_STYLE}">{linked}</div>'}
+
+
+def _anchor(href: str, label: str) -> str:
+    """Both escaped already."""
+    return f'<a href="{href}" target="_blank" rel="noopener">{label}</a>'

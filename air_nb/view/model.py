@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, assert_never
 
 from air_nb.protocol.events import RankBegan, RankEnded, RankEvent, Rich, StreamName, Text
+from air_nb.tracking.links import Link
 from air_nb.view.actions import Action
 from air_nb.view.fold import Folder, Item, Released, label
 from air_nb.view.markup import headline
@@ -115,13 +116,13 @@ class CellModel:
 
     # ------------------------------------------------------------------------------------------------------ inputs
 
-    def header(self, text: str, now: float) -> list[Action]:
+    def header(self, text: str, now: float, link: Link | None = None) -> list[Action]:
         """The line above the output; again to change it."""
-        return self._headline("header", text, now)
+        return self._headline("header", text, now, link)
 
-    def footer(self, text: str, now: float) -> list[Action]:
+    def footer(self, text: str, now: float, link: Link | None = None) -> list[Action]:
         """The line below the output; after ``finish``."""
-        return self._headline("footer", text, now)
+        return self._headline("footer", text, now, link)
 
     def feed(self, event: RankEvent, now: float) -> list[Action]:
         """Take one event."""
@@ -184,10 +185,10 @@ class CellModel:
 
     # ------------------------------------------------------------------------------------------------------ events
 
-    def _headline(self, which: str, text: str, now: float) -> list[Action]:
+    def _headline(self, which: str, text: str, now: float, link: Link | None) -> list[Action]:
         if self._quiet:
             return []
-        self._page.headline(headline(text), f"{self._name}-{which}")
+        self._page.headline(headline(text, link), f"{self._name}-{which}")
         return self._page.take(now)
 
     def _text(self, event: Text, now: float) -> None:

@@ -55,6 +55,19 @@ _EXAMPLES: list[Exception] = [
     errors.NotDistributedError("train is distributed"),
     errors.RemoteError(type_name="pkg.Odd", message="text"),
     *(
+        error("step_3 lacks bytes")
+        for error in (
+            *(
+                errors.PagesError,
+                errors.DataError,
+                errors.ManifestChangedError,
+                errors.CheckpointError,
+                errors.CheckpointNotFoundError,
+            ),
+            *(errors.CheckpointDamagedError, errors.CheckpointMismatchError),
+        )
+    ),
+    *(
         error("rank 2 failed", run_id="r1", failures=(_FAILURE,), results=[1, None], lines=("shown",))
         for error in (errors.RunError, errors.RankFailedError, errors.RunTimeoutError, errors.RunStoppedError)
     ),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tqdm import tqdm
 
 from air_nb.protocol.events import RankBegan, RankEnded, Rich, Text
+from air_nb.tracking.links import Link
 from air_nb.view.actions import Print, Show, Update
 from air_nb.view.rich import WIDGET_VIEW
 
@@ -521,6 +522,46 @@ def test_header_without_displays_is_printed_once(make_cell):
     cell.finish()
     cell.draw(cell.model.footer("FINISHED in 1.2 s", cell.now))
     assert cell.text == "run a\nno newline\nFINISHED in 1.2 s\n"
+
+
+def test_link_is_a_click_in_a_page_and_an_address_in_text(make_cell):
+    cell = make_cell(2)
+    link = Link("http://127.0.0.1:8888/a/open?run=x&y", '/a/open?run=x&y"', "MLflow")
+    cell.draw(cell.model.header("run <a> · 2 ranks", cell.now))
+    cell.draw(cell.model.header("run <a> · 2 ranks", cell.now, link))
+    cell.finish()
+    cell.draw(cell.model.footer("FINISHED in 1.2 s", cell.now, link))
+    assert cell.lines == [
+        "run <a> · 2 ranks · MLflow: http://127.0.0.1:8888/a/open?run=x&y",
+        "FINISHED in 1.2 s · MLflow: http://127.0.0.1:8888/a/open?run=x&y",
+    ]
+    anchor = '<a href="/a/open?run=x&amp;y&quot;" target="_blank" rel="noopener">MLflow</a>'
+    for (_, data), text in zip(cell.outputs, ["run &lt;a&gt; · 2 ranks", "FINISHED in 1.2 s"], strict=True):
+        assert f">{text} · {anchor}</div>" in data["text/html"]
+
+
+def test_link_that_is_a_command_is_text(make_cell):
+    cell = make_cell(2)
+    cell.draw(cell.model.header("run a", cell.now, Link("%air ui")))
+    assert cell.lines == ["run a · MLflow: %air ui"]
+    assert "<a" not in cell.outputs[0][1]["text/html"]
+    assert "run a · MLflow: %air ui" in cell.outputs[0][1]["text/html"]
+
+
+def test_link_that_comes_after_the_header_is_printed_in_the_footer_where_there_are_no_displays(make_cell):
+    cell = make_cell(1, live=False)
+    cell.draw(cell.model.header("run a", cell.now))
+    cell.draw(cell.model.header("run a", cell.now, Link("http://h/x", "http://h/x")))
+    cell.finish()
+    cell.draw(cell.model.footer("FINISHED in 1.2 s", cell.now, Link("http://h/x", "http://h/x")))
+    assert cell.text == "run a\nFINISHED in 1.2 s · MLflow: http://h/x\n"
+
+
+def test_quiet_run_has_no_link(make_cell):
+    cell = make_cell(2, quiet=True)
+    cell.draw(cell.model.header("run a", cell.now, Link("http://h/x", "http://h/x")))
+    cell.draw(cell.model.footer("FINISHED", cell.now, Link("http://h/x", "http://h/x")))
+    assert cell.actions == []
 
 
 # -------------------------------------------------------------------------------------------------------------- tabs
