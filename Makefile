@@ -53,7 +53,7 @@ test: lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 ifneq ($(NOTEBOOKS),)
 	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && \
-	  export AIR_NB_HOME="$$home" AIR_NB_DEVICE=cpu IPYTHONDIR="$$home/ipython" && \
+	  export AIR_NB_HOME="$$home" AIR_NB_DEVICE=cpu AIR_NB_TRACKING=0 IPYTHONDIR="$$home/ipython" && \
 	  $(BIN)/python -m pytest --nbval $(NOTEBOOKS) --nbval-sanitize-with tests/notebooks/sanitize.cfg
 endif
 

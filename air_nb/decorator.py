@@ -113,6 +113,7 @@ def distributed(
     accelerator_type: str | None = None,
     name: str | None = None,
     experiment: str | None = None,
+    tracking: bool = True,
     env: Mapping[str, str] | None = None,
     output: str = "merged",
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
@@ -127,6 +128,7 @@ def distributed(
     accelerator_type: str | None = None,
     name: str | None = None,
     experiment: str | None = None,
+    tracking: bool = True,
     env: Mapping[str, str] | None = None,
     output: str = "merged",
 ) -> Any:
@@ -144,7 +146,8 @@ def distributed(
         num_accelerators: The same as ``gpus``.
         accelerator_type: The same as ``gpu_type``.
         name: Name of the run; None makes one up.
-        experiment: MLflow experiment of the run.
+        experiment: MLflow experiment of the run; None is the active one, else one named after the notebook.
+        tracking: Whether the run is tracked with MLflow.
         env: Environment variables for the ranks only.
         output: ``"merged"``, ``"rank0"``, ``"all"``, ``"tabs"`` or ``"none"``.
 
@@ -163,6 +166,7 @@ def distributed(
         "accelerator_type": accelerator_type,
         "name": name,
         "experiment": experiment,
+        "tracking": tracking,
         "env": env,
         "output": output,
     }

@@ -16,7 +16,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, argument_group, magic_arguments
 
-from air_nb.errors import DeviceError, NestedLaunchError
+from air_nb.errors import AirNbError, DeviceError, NestedLaunchError
 from air_nb.options import RunOptions, parse_env, parse_timeout
 from air_nb.protocol.names import RESULT
 from air_nb.runs.paths import home_path
@@ -60,7 +60,8 @@ class AirMagics(Magics):
     @argument_group("run")
     @argument("--timeout", default="none", help="time limit: 3h, 90m, 600 or none (default: none)")
     @argument("--name", help="name of the run")
-    @argument("--experiment", help="MLflow experiment of the run, kept in its record")
+    @argument("--experiment", help="MLflow experiment (default: the active one, else named after the notebook)")
+    @argument("--no-mlflow", action="store_true", help="do not track this run with MLflow")
     @argument("--env", action="append", default=[], help="K=V for the ranks only; can be repeated")
     @argument("--cold", action="store_true", help="start a new launcher first")
     @cell_magic
@@ -141,20 +142,25 @@ class AirMagics(Magics):
 
     @line_magic
     def air(self, line: str) -> None:
-        """Answer status | gpus | runs | logs RUN [--rank R] [--tail N] | stacks RUN | stop RUN | doctor.
+        """Answer status | gpus | runs | logs RUN [--rank R] [--tail N] | stacks RUN | stop RUN | ui | doctor.
 
         status               the launcher and the live runs of this user
         gpus                 the GPUs, and who holds them
-        runs                 the runs, newest first
+        runs                 the runs, newest first; --upload RUN sends MLflow what could not be sent when it ran,
+                             --repair does that for all, and ends in MLflow what has died
         logs RUN             output of a run; --rank R of one rank only; --tail N the last N lines
         stacks RUN           where the Python code of every rank of a live run is, of any notebook of this user
         stop RUN             stop a run, of any notebook of this user
+        ui                   MLflow's pages, on this machine, for the store that is set now
         doctor               what a run depends on, what is wrong with it, and how to fix it
         RUN is a name, an id or the beginning of an id.
         """
         arguments = _air_parser().parse_args(_words("%air", line))
         try:
             text = _answer(arguments)
+        except AirNbError as error:
+            msg = f"%air {arguments.command}: {error}"
+            raise UsageError(msg) from None
         except LookupError as error:
             msg = f"%air {arguments.command}: {error.args[0]}"
             raise UsageError(msg) from None
@@ -179,7 +185,7 @@ class _AirParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(
-            f"%air: {message}. Use %air status | gpus | runs | logs RUN | stacks RUN | stop RUN | doctor; "
+            f"%air: {message}. Use %air status | gpus | runs | logs RUN | stacks RUN | stop RUN | ui | doctor; "
             "`%air?` explains them."
         )
 
@@ -187,8 +193,11 @@ class _AirParser(argparse.ArgumentParser):
 def _air_parser() -> _AirParser:
     parser = _AirParser(prog="%air", add_help=False)
     subparsers = parser.add_subparsers(dest="command", required=True, parser_class=_AirParser)
-    for name in ("status", "gpus", "runs", "doctor"):
+    for name in ("status", "gpus", "ui", "doctor"):
         subparsers.add_parser(name, add_help=False)
+    runs = subparsers.add_parser("runs", add_help=False).add_mutually_exclusive_group()
+    runs.add_argument("--upload", metavar="RUN")
+    runs.add_argument("--repair", action="store_true")
     logs = subparsers.add_parser("logs", add_help=False)
     logs.add_argument("run")
     logs.add_argument("--rank", type=int)
@@ -207,19 +216,33 @@ def _line_count(text: str) -> int:
 
 
 def _answer(arguments: argparse.Namespace) -> str:
-    from air_nb.session import commands
+    from air_nb.session import commands, mlflow_state
     from air_nb.session.doctor import doctor_text
+    from air_nb.session.ui import ui_text
 
     answers: dict[str, Callable[[], str]] = {
         "status": lambda: commands.status_text(get_session()),
         "gpus": lambda: commands.gpus_text(get_session()),
-        "runs": commands.runs_text,
+        "runs": lambda: _runs_answer(arguments),
+        "ui": lambda: ui_text(get_session().pages, mlflow_state.tracking_uri(), _say),
         "doctor": lambda: doctor_text(get_session()),
         "logs": lambda: commands.logs_text(arguments.run, arguments.rank, arguments.tail),
         "stacks": lambda: commands.stacks_text(arguments.run),
         "stop": lambda: commands.stop_run(arguments.run),
     }
     return answers[arguments.command]()
+
+
+def _runs_answer(arguments: argparse.Namespace) -> str:
+    from air_nb.session import commands, upload
+
+    if arguments.upload is not None:
+        return upload.upload_text(get_session(), arguments.upload)
+    return upload.repair_text(get_session()) if arguments.repair else commands.runs_text()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
 
 
 def _options(arguments: Any) -> RunOptions:
@@ -238,6 +261,7 @@ def _options(arguments: Any) -> RunOptions:
             timeout_s=parse_timeout(arguments.timeout),
             name=arguments.name,
             experiment=arguments.experiment,
+            tracking=not arguments.no_mlflow,
             env=parse_env(arguments.env),
             cold=arguments.cold,
         )

@@ -37,7 +37,8 @@ class RunOptions:
         quiet: No header, no footer, stable text.
         timeout_s: Time limit in seconds; None is no limit.
         name: Name of the run; None makes one up.
-        experiment: MLflow experiment that the run belongs to, kept in the run's record.
+        experiment: MLflow experiment of the run; None is the active one, else one named after the notebook.
+        tracking: Whether the run is tracked with MLflow.
         env: Environment variables for the ranks only.
         cold: Start a new launcher first.
 
@@ -58,6 +59,7 @@ class RunOptions:
     timeout_s: float | None = None
     name: str | None = None
     experiment: str | None = None
+    tracking: bool = True
     env: Mapping[str, str] = field(default_factory=dict)
     cold: bool = False
 
@@ -79,6 +81,12 @@ class RunOptions:
                 if not name.isidentifier() or iskeyword(name):
                     msg = f"{option} {name}: not a variable name"
                     raise ValueError(msg)
+        if self.experiment is not None and not self.experiment.strip():
+            msg = "--experiment '': give the name of an MLflow experiment"
+            raise ValueError(msg)
+        if self.experiment is not None and not self.tracking:
+            msg = f"--no-mlflow contradicts --experiment {self.experiment}: give one of the two"
+            raise ValueError(msg)
         if self.name is not None and not _NAME.fullmatch(self.name):
             msg = f"--name {self.name!r}: 1 to 120 letters, digits, spaces or . _ : + ( ) = @ - are allowed"
             raise ValueError(msg)

@@ -41,6 +41,7 @@ def test_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
             if name in _TORCHRUN_VARIABLES | {"PYTHONUNBUFFERED"} or name.startswith(("TORCHELASTIC_", "AIR_NB_")):
                 patch.delenv(name)
         patch.setenv("AIR_NB_HOME", str(home))
+        patch.setenv("AIR_NB_TRACKING", "0")  # MLflow takes seconds to import; tests of tracking switch it on
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         zmq.Context.instance()  # made by the first kernel client otherwise, which would then look like a leak
         yield home

@@ -37,6 +37,7 @@ class RankTask:
         log_format: Format of its first handler; None if it has no handler.
         matplotlib_backend: Back end chosen in the kernel, if matplotlib is imported there.
         colors: IPython colour theme of the kernel.
+        import_hook: ``"package.module:function"``, called with the run directory and the rank before the user's code.
     """
 
     kind: Literal["cell", "function"]
@@ -58,6 +59,7 @@ class RankTask:
     log_format: str | None = None
     matplotlib_backend: str | None = None
     colors: str = "neutral"
+    import_hook: str | None = None
 
     def write(self, directory: Path) -> None:
         """Write ``task.json``; the run directory is private, so is the file."""

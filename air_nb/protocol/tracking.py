@@ -72,7 +72,7 @@ class TrackingRequest:
         Raises:
             ValueError: It is not a request of this version.
         """
-        return _decode(cls, text)
+        return cls(**_fields(cls, text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +110,15 @@ class TrackedRun:
         Raises:
             ValueError: It is not the record of a tracked run of this version.
         """
-        tracked = _decode(cls, text)
-        return cls(**{**asdict(tracked), "state": TrackedState(tracked.state)})
+        values = _fields(cls, text)
+        return cls(**{**values, "state": TrackedState(values["state"])})
 
 
-def _decode(cls: type[Any], text: str) -> Any:
+def _fields(cls: type[TrackingRequest | TrackedRun], text: str) -> dict[str, Any]:
     try:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        cls(**values)
     except (TypeError, ValueError) as error:
         msg = f"not a {cls.__name__}: {error}"
         raise ValueError(msg) from error
+    return dict(values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import importlib
 import inspect
 import signal
 import sys
@@ -56,7 +57,7 @@ def main(start: RankStart, report: Connection) -> int:
         environment.arm_signals(directory, start.rank)
         environment.adopt_environment(start)
         warm.shell.attach(events)
-        ended = _run_task(directory, values, events)
+        ended = _run_task(start, values, events)
     except BaseException as error:  # noqa: BLE001 - the border of the rank: whatever it is, it is reported
         # Two ranks fail at once, and the stop that follows the first hits the second in the middle of its report.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -86,7 +87,8 @@ def _await_dismissal() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _run_task(directory: Path, values: RankValues, events: stdio.EventLog) -> RankReport:
+def _run_task(start: RankStart, values: RankValues, events: stdio.EventLog) -> RankReport:
+    directory = Path(start.directory)
     task = RankTask.read(directory)
     environment.adopt_task(task)
     environment.adopt_matplotlib(task.matplotlib_backend)
@@ -94,6 +96,9 @@ def _run_task(directory: Path, values: RankValues, events: stdio.EventLog) -> Ra
     sys.modules["__main__"] = shell.user_module
     workers.install()
     keyboard.install()
+    if task.import_hook is not None:
+        module, _, function = task.import_hook.partition(":")
+        getattr(importlib.import_module(module), function)(directory, start.rank)
     shell.compile.name_sources(task.sources, task.cell_numbers)
     shell.colors = task.colors
     names = values.read_payload(shell.user_ns)

@@ -1,4 +1,7 @@
-"""Old run directories go: at most 50 runs, 30 days, 5 GiB, never a live one; records of dead ones are closed."""
+"""Old run directories go: at most 50 runs, 30 days, 5 GiB, never a live one; records of dead ones are closed.
+
+What a tracking server has not been able to take yet is kept for the 30 days, however many and large they are.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from air_nb.protocol.messages import RunState
 from air_nb.runs.directory import RECORD_FILE, all_runs
 from air_nb.runs.paths import home
+from air_nb.runs.unsent import is_unsent
 
 __all__ = ["close_dead_runs", "prune"]
 
@@ -48,7 +52,8 @@ def prune(*, max_runs: int = _MAX_RUNS, max_age_s: float = _MAX_AGE_S, max_bytes
             continue
         kept += 1
         total += _size_bytes(directory.path)
-        if kept > max_runs or total > max_bytes or record.created_at < oldest:
+        is_surplus = (kept > max_runs or total > max_bytes) and not is_unsent(directory)
+        if is_surplus or record.created_at < oldest:
             shutil.rmtree(directory.path, ignore_errors=True)  # another kernel may be pruning too
             deleted.append(record.run_id)
     return deleted

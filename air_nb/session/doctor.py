@@ -21,7 +21,7 @@ from air_nb.session.versions import MINIMUM_VERSIONS, is_too_old, minimum_text
 if TYPE_CHECKING:
     from air_nb.session.session import Session
 
-__all__ = ["Finding", "doctor_text", "findings"]
+__all__ = ["Finding", "doctor_text", "findings", "torch_facts"]
 
 _MIN_SHM_BYTES = 1 << 30
 _MIN_FREE_BYTES = 2 << 30
@@ -81,7 +81,7 @@ def _versions() -> Iterator[Finding]:
         yield Finding(distribution, found, cure if is_too_old(distribution, found) else None)
 
 
-def _torch_facts() -> dict[str, Any]:
+def torch_facts() -> dict[str, Any]:
     """Torch's ``version.py``, read as a file: importing torch here would cost the kernel a second and its memory."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -90,7 +90,7 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _torch_build() -> Finding:
-    facts = _torch_facts()
+    facts = torch_facts()
     if not facts:
         return Finding("torch build", "torch is not installed", "pip install torch")
     names = {item.metadata["Name"]: item.version for item in importlib.metadata.distributions()}
@@ -114,7 +114,7 @@ def _gpus(session: Session) -> Iterator[Finding]:
         lost = gpu.state != GpuState.OK
         fix = f"{gpu.reason or gpu.state}: see `dmesg | grep -i xid`; a reset or a reboot may be needed"
         yield Finding(f"GPU {gpu.index}", gpu.name or "unknown", fix if lost else None)
-    if not _torch_facts().get("cuda"):
+    if not torch_facts().get("cuda"):
         fix = "install a CUDA build of torch, else the GPUs stay unused"
         yield Finding("torch and GPUs", "torch is a CPU build", fix)
 

@@ -26,7 +26,9 @@ from air_nb.runs.paths import home_path
 from air_nb.session.devices import Placement, place
 from air_nb.session.interrupts import InterruptCounter
 from air_nb.session.kernel_state import kernel_facts, rank_environment, warning_filters
+from air_nb.session.mlflow_state import tracking_request
 from air_nb.session.outcome import fail, interruption, load_values
+from air_nb.session.tracked import HOOK, Tracked, is_tracked, untracked_note
 from air_nb.session.wait import RunWaiter, end_run
 from air_nb.view.cell import CellView
 from air_nb.view.draw import detect_front, pin_thread_to_cell
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from air_nb.launch.client import LauncherClient
     from air_nb.options import RunOptions
     from air_nb.session.session import Session
+    from air_nb.tracking.links import Link
 
 __all__ = ["Launch", "run_launch"]
 
@@ -111,6 +114,7 @@ class _LaunchedRun:
         self._name = name
         self._nproc = placement.topology.world_size
         self._notes = [note for note in (placement.note, _gpu_note(captured)) if note]
+        self._tracked: Tracked | None = None
 
     def run(self) -> list[dict[str, Any]]:
         try:
@@ -125,10 +129,10 @@ class _LaunchedRun:
                 done = self._launch_and_follow(env, interrupts, waker)
         except BaseException as error:
             self._close_record(RunState.KILLED if isinstance(error, KeyboardInterrupt) else RunState.FAILED, str(error))
+            if self._tracked is not None:
+                self._tracked.end(ok=False)
             raise
-        interrupted = interrupts.count > 0
-        self._close_record(RunState.KILLED if interrupted else RunState(done.state), done.reason)
-        return self._outcome(done, interrupted=interrupted)
+        return self._outcome(done, interrupted=interrupts.count > 0)
 
     def _launch_and_follow(self, env: dict[str, str], interrupts: InterruptCounter, waker: _Waker) -> Done:
         view = CellView(
@@ -147,10 +151,17 @@ class _LaunchedRun:
             view.start(self._header())
             started = time.monotonic()
             done = self._follow(launcher, env, view, interrupts, waker)
-            view.header(f"{self._header()} · {done.state}")
-            view.finish(_footer(done, time.monotonic() - started))
+            seconds = time.monotonic() - started
         finally:
             launcher.give_back()
+        interrupted = interrupts.count > 0
+        self._close_record(RunState.KILLED if interrupted else RunState(done.state), done.reason)
+        if self._tracked is not None:
+            self._tracked.end(ok=done.state == RunState.FINISHED and not interrupted)
+            self._show_tracked(view, self._tracked)
+        link = self._link()
+        view.header(f"{self._header()} · {done.state}", link)
+        view.finish(_footer(done, seconds), link)
         return done
 
     def _follow(
@@ -164,16 +175,33 @@ class _LaunchedRun:
         run_id = self._directory.run_id
         events = launcher.run(Run(run_id, str(self._directory.path), self._nproc, env, self._options.timeout_s))
         waker.events = events
+        if self._tracked is not None:
+            self._tracked.begin()
         if interrupts.count:
             events.wake()
         try:
-            return RunWaiter(self._directory, self._nproc, events, launcher, view, interrupts).wait()
+            waiter = RunWaiter(self._directory, self._nproc, events, launcher, view, interrupts)
+            return waiter.wait(lambda: self._look_at_tracked(view))
         except BaseException:  # drawing failed: nobody follows the run any more
             end_run(launcher, run_id, events)
             raise
         finally:
             waker.events = None
             launcher.forget(run_id)
+
+    def _look_at_tracked(self, view: CellView) -> None:
+        """The tracking process answers in the run directory, at any time while the ranks run."""
+        if self._tracked is not None and self._tracked.poll():
+            self._show_tracked(view, self._tracked)
+            view.header(self._header(), self._link())
+
+    @staticmethod
+    def _show_tracked(view: CellView, tracked: Tracked) -> None:
+        for text in tracked.warnings():
+            view.warn(text)
+
+    def _link(self) -> Link | None:
+        return self._tracked.link() if self._tracked is not None else None
 
     def _close_record(self, state: RunState, reason: str) -> None:
         """Record how it ended, unless the launcher has done so: it has died, or it was never told of the run."""
@@ -182,9 +210,15 @@ class _LaunchedRun:
                 self._directory.close_record(state=state, ended_at=time.time(), reason=reason)
 
     def _write_files(self) -> dict[str, str]:
-        env, threads = rank_environment(self._placement.topology, self._options.env, self._directory.run_id, self._name)
+        self._ask_for_tracking()
+        variables = self._tracked.rank_variables() if self._tracked is not None else {}
+        extra = {name: value for name, value in variables.items() if value is not None} | dict(self._options.env)
+        env, threads = rank_environment(self._placement.topology, extra, self._directory.run_id, self._name)
+        for name in variables.keys() - extra.keys():
+            env.pop(name, None)
         facts = kernel_facts(self._shell, threads, self._captured.sources)
-        fields: dict[str, Any] = {"header": "", **facts, **self._launch.task}
+        hook = HOOK if self._tracked is not None else None
+        fields: dict[str, Any] = {"header": "", "import_hook": hook, **facts, **self._launch.task}
         (self._directory.path / TASK_FILE).touch(mode=0o600)
         RankTask(kind=self._launch.kind, run_name=self._name, source=self._launch.source, **fields).write(
             self._directory.path
@@ -207,6 +241,16 @@ class _LaunchedRun:
             )
         )
         return env
+
+    def _ask_for_tracking(self) -> None:
+        if not is_tracked(self._options):
+            if note := self._session.once(untracked_note(self._options)):
+                self._notes.append(note)
+            return
+        captured = {name: size for name, size in self._captured.sizes.items() if name in self._launch.names}
+        user_ns = self._shell.user_ns if self._shell is not None else vars(sys.modules["__main__"])
+        request = tracking_request(self._options, self._name, self._placement.topology, captured, user_ns)
+        self._tracked = Tracked(self._session.tracking, self._directory, request)
 
     @staticmethod
     def _wait_until_warm(launcher: LauncherClient, interrupts: InterruptCounter) -> float:

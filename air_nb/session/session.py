@@ -1,8 +1,9 @@
-"""The user's session: owns the launcher and the GPU sampler.
+"""The user's session: owns the launcher, the GPU sampler and the tracking process.
 
 One per process, made on first use. Every launch runs on the thread that asked for it and blocks it until no process of
-the run is left; several threads may launch at a time. Threads of its own: the launcher's reader (``launch.client``),
-and ``air_nb-prepare``, which ends as soon as it has imported the rest of the package and tidied up.
+the run is left; several threads may launch at a time. Threads of its own: the readers of the launcher
+(``launch.client``) and of the tracking process (``tracking.client``), and ``air_nb-prepare``, which ends as soon as it
+has imported the rest of the package, tidied up, and started the tracking process.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from air_nb.launch.client import LauncherClient
 from air_nb.launch.key import changed, current_key
 from air_nb.monitor.sampler import Sampler
 from air_nb.runs.forked import abandon_in_children
+from air_nb.tracking.client import TrackingClient
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from air_nb.options import RunOptions
     from air_nb.session.launched import Launch
+    from air_nb.session.ui import MlflowPages
 
 __all__ = ["Session", "close_session", "get_session"]
+
+_WARM_TIMEOUT_S = 60.0
 
 
 class Session:
@@ -34,6 +39,9 @@ class Session:
         self._lock = threading.Lock()
         self._launcher: LauncherClient | None = None
         self._sampler = Sampler()
+        self._tracking = TrackingClient()
+        self._pages: MlflowPages | None = None
+        self._said: set[str] = set()
         abandon_in_children(self)
 
     @property
@@ -42,25 +50,42 @@ class Session:
         return self._sampler
 
     @property
+    def tracking(self) -> TrackingClient:
+        """The tracking process."""
+        return self._tracking
+
+    @property
+    def pages(self) -> MlflowPages:
+        """MLflow's pages, for ``%air ui``; made on first use."""
+        from air_nb.session.ui import MlflowPages
+
+        with self._lock:
+            self._pages = self._pages or MlflowPages()
+            return self._pages
+
+    @property
     def launcher(self) -> LauncherClient | None:
         """The warm launcher, if there is one."""
         return self._launcher
 
     def warm(self) -> None:
-        """Start launcher and sampler, and tidy up, in the background; returns at once."""
+        """Start launcher, sampler and tracking process, and tidy up, in the background; returns at once."""
         with self._lock:
             if self._launcher is None or not self._launcher.is_alive:
                 self._launcher = LauncherClient(os.environ)
         self._sampler.start()
-        threading.Thread(target=_prepare, name="air_nb-prepare", daemon=True).start()
+        threading.Thread(target=_prepare, args=(self,), name="air_nb-prepare", daemon=True).start()
 
     def close(self) -> None:
-        """End the launcher and everything below it, and the sampler."""
+        """End the launcher and all below it, the sampler, and the tracking process when it has sent everything."""
         with self._lock:
             launcher, self._launcher = self._launcher, None
         if launcher is not None:
             launcher.close()
         self._sampler.close()
+        self._tracking.close()
+        if self._pages is not None:
+            self._pages.close()
 
     def abandon(self) -> None:
         """In a forked child of the kernel: forget the launcher, which is the parent's."""
@@ -88,6 +113,13 @@ class Session:
 
         return run_launch(self, launch, options, shell)
 
+    def once(self, text: str) -> str:
+        """The text, at the first call with it; empty after that."""
+        with self._lock:
+            new = text not in self._said
+            self._said.add(text)
+        return text if new else ""
+
     def borrow_launcher(self, *, cold: bool) -> tuple[LauncherClient, str]:
         """A launcher for the environment as it is now, to be given back, and a note if a new one had to be started."""
         with self._lock:
@@ -111,17 +143,29 @@ class Session:
         return f"{', '.join(names)} changed" if names else ""
 
 
-def _prepare() -> None:
-    """Import what the first launch needs, close the records of runs that died with their kernel, delete the oldest."""
+def _prepare(session: Session) -> None:
+    """Import what the first launch needs, close the records of runs that died with their kernel, delete the oldest.
+
+    Then, when the launcher is warm, start the tracking process: MLflow takes seconds of CPU to import, which the first
+    cell must not share the machine with.
+    """
     from air_nb.capture import names
     from air_nb.runs.retention import close_dead_runs, prune
     from air_nb.session import launched
+    from air_nb.session.mlflow_state import has_mlflow, is_switched_off
+    from air_nb.session.upload import close_left_open
 
     assert names is not None
     assert launched is not None
     with suppress(OSError):  # no home to write to: the first launch says so, and where
         close_dead_runs()
         prune()
+    launcher = session.launcher
+    if launcher is not None and has_mlflow() and not is_switched_off():
+        launcher.wait_ready(_WARM_TIMEOUT_S)
+        session.tracking.start()
+        with suppress(OSError):
+            close_left_open(session)
 
 
 _session: Session | None = None

@@ -19,6 +19,8 @@ from air_nb.protocol.messages import Done, Exited, Interrupt, Kill, Refused, Run
 from air_nb.runs.logs import RankLogReader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from air_nb.launch.client import LauncherClient, RunEvents
     from air_nb.runs.directory import RunDirectory
     from air_nb.session.interrupts import InterruptCounter
@@ -63,17 +65,21 @@ class RunWaiter:
         self._sent = 0
         self._give_up_at = math.inf
         self._inotify = INotify()
-        self._inotify.add_watch(os.fspath(directory.path), flags.MODIFY)
+        self._inotify.add_watch(os.fspath(directory.path), flags.MODIFY | flags.MOVED_TO)
         self._readers = [RankLogReader(directory, rank) for rank in range(nproc)]
         self._last_read = -math.inf
         self._pause_s = _PAUSE_S
         self._credit = _BURST
         self._changed = True
 
-    def wait(self) -> Done:
-        """Draw until the run has ended, and all of its output."""
+    def wait(self, on_change: Callable[[], None]) -> Done:
+        """Draw until the run has ended, and all of its output.
+
+        Args:
+            on_change: Called after files of the run directory have changed, at most a hundred times a second.
+        """
         try:
-            done = self._loop()
+            done = self._loop(on_change)
             for reader in self._readers:
                 self._end_rank(reader)
             return done
@@ -82,13 +88,14 @@ class RunWaiter:
                 reader.close()
             self._inotify.close()
 
-    def _loop(self) -> Done:
+    def _loop(self, on_change: Callable[[], None]) -> Done:
         while True:
             self._select()
             self._forward_interrupts()
             now = time.monotonic()
             if self._changed and now >= self._last_read + self._pause_s:
                 self._changed = self._read_all()
+                on_change()
                 self._spend(now)
             for event in self._events.take():
                 if isinstance(event, Exited):

@@ -70,7 +70,7 @@ def test_a_lost_gpu_and_a_torch_that_can_not_use_the_others(monkeypatch):
         GpuSample(1, "GPU-1", "NVIDIA H100", GpuState.LOST, "GPU is lost"),
     )
     report = GpuReport(utc_now(), DriverState.OK, None, "570.1", gpus)
-    monkeypatch.setattr(doctor, "_torch_facts", lambda: {"cuda": None})
+    monkeypatch.setattr(doctor, "torch_facts", lambda: {"cuda": None})
     assert found("GPU 0", report=report).fix is None
     assert "GPU is lost" in (found("GPU 1", report=report).fix or "")
     assert "CUDA build" in (found("torch and GPUs", report=report).fix or "")

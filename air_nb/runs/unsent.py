@@ -1,0 +1,31 @@
+"""Which runs MLflow has not been told everything of, from their directories alone."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from air_nb.protocol.tracking import REQUEST_FILE, TRACKED_FILE, TrackedRun, TrackedState
+
+if TYPE_CHECKING:
+    from air_nb.runs.directory import RunDirectory
+
+__all__ = ["is_tracked", "is_unsent", "read_tracked"]
+
+
+def read_tracked(directory: RunDirectory) -> TrackedRun | None:
+    """The MLflow run of a run; None if it is not tracked, or nothing has come of it yet."""
+    with suppress(OSError, ValueError):
+        return TrackedRun.decode((directory.path / TRACKED_FILE).read_text())
+    return None
+
+
+def is_tracked(directory: RunDirectory) -> bool:
+    """Whether the run was launched to be tracked."""
+    return (directory.path / REQUEST_FILE).exists()
+
+
+def is_unsent(directory: RunDirectory) -> bool:
+    """Whether there is something that MLflow does not know yet."""
+    tracked = read_tracked(directory)
+    return is_tracked(directory) and (tracked is None or tracked.state != TrackedState.ENDED)

@@ -1,0 +1,89 @@
+"""``mlflow.json`` of one run: read once, then written by one tracking process, from any of its threads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from air_nb.protocol.tracking import REQUEST_FILE, TRACKED_FILE, TrackedRun, TrackedState, TrackingRequest
+from air_nb.runs.directory import RunDirectory
+from air_nb.runs.paths import home
+
+__all__ = ["TrackedFile", "locate", "read_request", "read_tracked"]
+
+_MAX_REFUSED = 20
+
+
+def locate(path: Path) -> RunDirectory:
+    """The directory of a run, also after the kernel has moved it home from the node-local directory."""
+    return RunDirectory(path if path.exists() else home() / "runs" / path.name)
+
+
+def read_request(path: Path) -> TrackingRequest:
+    """What the kernel asks for.
+
+    Raises:
+        OSError, ValueError: The run is not tracked, or by another version.
+    """
+    return TrackingRequest.decode((locate(path).path / REQUEST_FILE).read_text())
+
+
+def read_tracked(path: Path) -> TrackedRun | None:
+    """The MLflow run as far as it has got; None if nobody has looked after it yet."""
+    with suppress(OSError, ValueError):
+        return TrackedRun.decode((locate(path).path / TRACKED_FILE).read_text())
+    return None
+
+
+class TrackedFile:
+    """See the module.
+
+    Args:
+        path: Run directory, where it was at first.
+        request: For a run that has no file yet.
+    """
+
+    def __init__(self, path: Path, request: TrackingRequest) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._written = read_tracked(path)
+        self._now = self._written or TrackedRun(TrackedState.PENDING, request.tracking_uri)
+
+    @property
+    def now(self) -> TrackedRun:
+        """As it is now, whether or not that could be written."""
+        return self._now
+
+    def update(self, **changes: Any) -> None:
+        """Change fields. A full disk keeps them from the file until there is room; it must not end the sending."""
+        with self._lock:
+            self._now = replace(self._now, **changes)
+            self._write()
+
+    def refuse(self, sentence: str) -> None:
+        """Note what MLflow will never take."""
+        with self._lock:
+            refused = self._now.refused
+            if sentence in refused or len(refused) > _MAX_REFUSED:
+                return
+            if len(refused) == _MAX_REFUSED:
+                sentence = "More was refused; the log of the tracking process has it all."
+            self._now = replace(self._now, refused=[*refused, sentence])
+            self._write()
+
+    def _write(self) -> None:
+        if self._now == self._written:
+            return
+        try:
+            directory = locate(self._path)
+            directory.write_private(TRACKED_FILE, self._now.encode())
+            if not directory.path.exists():  # moved home at this very moment
+                locate(self._path).write_private(TRACKED_FILE, self._now.encode())
+        except OSError as error:
+            sys.stderr.write(f"air_nb: {TRACKED_FILE} of run {self._path.name} can't be written: {error}\n")
+        else:
+            self._written = self._now
