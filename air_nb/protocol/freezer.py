@@ -113,6 +113,8 @@ class Freezer(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             Exception: Whatever the objects' own pickling raises; ``current`` is the culprit.
         """
         before = self.nbytes
+        if isinstance(value, str):
+            self._sink.check(len(value))  # pickle would copy a text of gigabytes before it asked
         self.dump(name)
         self.dump(value)
         return self.nbytes - before
@@ -247,10 +249,14 @@ class _Sink:
         self._count(memory.nbytes)
         self.buffers.append(memory)
 
+    def check(self, nbytes: int) -> None:
+        """Refuse so many more bytes, if they are too many."""
+        if self._limit_bytes is not None and self.nbytes + nbytes > self._limit_bytes:
+            raise LimitError(self.nbytes + nbytes, self._limit_bytes)
+
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
-        if self._limit_bytes is not None and self.nbytes > self._limit_bytes:
-            raise LimitError(self.nbytes, self._limit_bytes)
+        self.check(0)
 
 
 def explain(error: Exception, current: object, value: object) -> tuple[object, Refusal]:

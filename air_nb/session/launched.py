@@ -302,6 +302,8 @@ def _unwritable_is_explained() -> Iterator[None]:
     """Nothing was started yet: say where the disk is full or the directory is not ours, and what to do."""
     try:
         yield
+    except KeyboardInterrupt:  # on a slow disk this takes a while
+        raise interruption("the run was still being written, no rank was started") from None
     except OSError as error:
         msg = (
             f"the run can't be written to {home_path()}: {error}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -93,6 +94,17 @@ def test_memory_is_referred_to_and_counted_but_not_copied():
     assert bytes(buffer[:4]) == b"\x00\x00\x80\x3f"
     with pytest.raises(LimitError):
         Freezer(limit_bytes=1000).add("x", tensor)
+
+
+def test_a_text_beyond_the_limit_is_refused_before_it_is_copied():
+    text = "x" * (32 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError):
+            Freezer(limit_bytes=1000).add("text", text)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_default_device_does_not_matter(tmp_path):
