@@ -114,6 +114,7 @@ def distributed(
     name: str | None = None,
     experiment: str | None = None,
     tracking: bool = True,
+    resume: str | None = None,
     env: Mapping[str, str] | None = None,
     output: str = "merged",
 ) -> Callable[[Callable[P, R]], DistributedFunction[P, R]]: ...
@@ -129,6 +130,7 @@ def distributed(
     name: str | None = None,
     experiment: str | None = None,
     tracking: bool = True,
+    resume: str | None = None,
     env: Mapping[str, str] | None = None,
     output: str = "merged",
 ) -> Any:
@@ -148,6 +150,7 @@ def distributed(
         name: Name of the run; None makes one up.
         experiment: MLflow experiment of the run; None is the active one, else one named after the notebook.
         tracking: Whether the run is tracked with MLflow.
+        resume: What a ``CheckpointManager`` restores: ``"auto"``, ``"must"``, ``"never"`` or the path of a checkpoint.
         env: Environment variables for the ranks only.
         output: ``"merged"``, ``"rank0"``, ``"all"``, ``"tabs"`` or ``"none"``.
 
@@ -167,6 +170,7 @@ def distributed(
         "name": name,
         "experiment": experiment,
         "tracking": tracking,
+        "resume": resume,
         "env": env,
         "output": output,
     }

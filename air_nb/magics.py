@@ -62,6 +62,7 @@ class AirMagics(Magics):
     @argument("--name", help="name of the run")
     @argument("--experiment", help="MLflow experiment (default: the active one, else named after the notebook)")
     @argument("--no-mlflow", action="store_true", help="do not track this run with MLflow")
+    @argument("--resume", help="what a CheckpointManager restores: auto, must, never or a checkpoint's path")
     @argument("--env", action="append", default=[], help="K=V for the ranks only; can be repeated")
     @argument("--cold", action="store_true", help="start a new launcher first")
     @cell_magic
@@ -262,6 +263,7 @@ def _options(arguments: Any) -> RunOptions:
             name=arguments.name,
             experiment=arguments.experiment,
             tracking=not arguments.no_mlflow,
+            resume=arguments.resume,
             env=parse_env(arguments.env),
             cold=arguments.cold,
         )

@@ -39,6 +39,8 @@ class RunOptions:
         name: Name of the run; None makes one up.
         experiment: MLflow experiment of the run; None is the active one, else one named after the notebook.
         tracking: Whether the run is tracked with MLflow.
+        resume: What a ``CheckpointManager`` of the ranks restores: ``"auto"``, ``"must"``, ``"never"`` or the path of a
+            checkpoint; None leaves it to the code.
         env: Environment variables for the ranks only.
         cold: Start a new launcher first.
 
@@ -60,6 +62,7 @@ class RunOptions:
     name: str | None = None
     experiment: str | None = None
     tracking: bool = True
+    resume: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     cold: bool = False
 
@@ -81,9 +84,13 @@ class RunOptions:
                 if not name.isidentifier() or iskeyword(name):
                     msg = f"{option} {name}: not a variable name"
                     raise ValueError(msg)
-        if self.experiment is not None and not self.experiment.strip():
-            msg = "--experiment '': give the name of an MLflow experiment"
-            raise ValueError(msg)
+        self._check_texts()
+
+    def _check_texts(self) -> None:
+        for option, text in (("--experiment", self.experiment), ("--resume", self.resume)):
+            if text is not None and not text.strip():
+                msg = f"{option} '': it is empty"
+                raise ValueError(msg)
         if self.experiment is not None and not self.tracking:
             msg = f"--no-mlflow contradicts --experiment {self.experiment}: give one of the two"
             raise ValueError(msg)

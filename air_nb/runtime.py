@@ -5,12 +5,14 @@ Runs in the ranks, on the caller's thread, and reads only the environment that t
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsFloat
 
+from air_nb.protocol.tracking import REQUEST_FILE
 from air_nb.tracking import plain
 from air_nb.tracking.spool import SpoolEntry, rank_spool
 
@@ -142,9 +144,15 @@ def log_metrics(metrics: Mapping[str, SupportsFloat], *, step: int, every: int =
     if step % every:
         return
     directory = os.environ.get("AIR_NB_RUN_DIR")
-    if directory is not None:
+    if directory is not None and _is_tracked(directory):
         now_ms = time.time_ns() // 1_000_000
         entry = SpoolEntry(metrics=[(name, plain.number(value), now_ms, int(step)) for name, value in metrics.items()])
         rank_spool(Path(directory), get_rank()).append(entry)
     elif run_id() is None:
         plain.log_metrics(metrics, step)
+
+
+@functools.cache
+def _is_tracked(directory: str) -> bool:
+    """Of a run that is not, nobody would ever read the spool."""
+    return (Path(directory) / REQUEST_FILE).exists()

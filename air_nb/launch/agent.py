@@ -33,6 +33,7 @@ from air_nb.launch.rendezvous import LoopbackRendezvous
 from air_nb.launch.stacks import collect_stacks
 from air_nb.protocol.messages import RunState
 from air_nb.protocol.start import RankStart
+from air_nb.runs.checkpoints import saves_when_stopped, stop_grace_s
 from air_nb.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class NodeAgent(SimpleElasticAgent):
             self._collect_stacks(_STACKS_WAIT_S)
         for step, number in enumerate(STEPS):
             kind = self._stop or StopKind.FAILURE
-            bound_s = LADDERS[kind][step]
+            bound_s = self._bound_s(kind, step)
             if bound_s and (alive := self._alive()):
                 if step and kind == StopKind.INTERRUPT:
                     self.unresponsive = [rank.rank for rank in alive]
@@ -252,6 +253,14 @@ class NodeAgent(SimpleElasticAgent):
         kill_descendants(self._forkserver_pid, groups=self.groups)
         self._wait_until_gone(_UNDEAD_WAIT_S, unless_above=StopKind.KILL)
         self.undead = [rank.pid for rank in self._alive()]
+
+    def _bound_s(self, kind: StopKind, step: int) -> float:
+        """A rank that is asked to stop may save a checkpoint first, if it has said that it will."""
+        bound_s = LADDERS[kind][step]
+        may_save = step == 0 and bound_s and kind in (StopKind.INTERRUPT, StopKind.STOP, StopKind.TIMEOUT)
+        if may_save and saves_when_stopped(Path(self._run.directory)):
+            return max(bound_s, stop_grace_s(self._run.env))
+        return bound_s
 
     def _alive(self) -> list[RankProcess]:
         return [rank for rank in self.ranks if rank.poll() is None]

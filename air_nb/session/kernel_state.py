@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from air_nb.runs.checkpoints import RUN_DIR_VARIABLE
 from air_nb.session.devices import DEVICE_VARIABLE
 from air_nb.topology import Topology, threads_per_rank
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
+
+    from air_nb.runs.directory import RunDirectory
 
 __all__ = ["cell_header", "kernel_facts", "prompt_number", "rank_environment", "warning_filters"]
 
@@ -62,11 +65,12 @@ def warning_filters() -> list[Any]:
 
 
 def rank_environment(
-    topology: Topology, extra: Mapping[str, str], run_id: str, run_name: str
+    topology: Topology, extra: Mapping[str, str], directory: RunDirectory, run_name: str
 ) -> tuple[dict[str, str], int]:
     """The environment of the ranks but for torchrun's variables, and the CPU threads of each."""
     env = {**os.environ, **extra}
-    env |= {"AIR_NB_RUN_ID": run_id, "AIR_NB_RUN_NAME": run_name, DEVICE_VARIABLE: topology.device}
+    env |= {"AIR_NB_RUN_ID": directory.run_id, "AIR_NB_RUN_NAME": run_name, DEVICE_VARIABLE: topology.device}
+    env[RUN_DIR_VARIABLE] = str(directory.path)
     env["CUDA_VISIBLE_DEVICES"] = ",".join(topology.gpu_uuids)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         env.setdefault(name, "lo")

@@ -20,6 +20,7 @@ from air_nb.errors import LauncherError
 from air_nb.protocol.messages import Done, Run, RunState
 from air_nb.protocol.names import WARNING_FILTERS
 from air_nb.protocol.task import PAYLOAD_FILE, TASK_FILE, RankTask
+from air_nb.runs.checkpoints import RESUME_VARIABLE
 from air_nb.runs.directory import RunDirectory, RunRecord, make_run_name
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import home_path
@@ -212,8 +213,10 @@ class _LaunchedRun:
     def _write_files(self) -> dict[str, str]:
         self._ask_for_tracking()
         variables = self._tracked.rank_variables() if self._tracked is not None else {}
+        if self._options.resume is not None:
+            variables[RESUME_VARIABLE] = _absolute(self._options.resume)
         extra = {name: value for name, value in variables.items() if value is not None} | dict(self._options.env)
-        env, threads = rank_environment(self._placement.topology, extra, self._directory.run_id, self._name)
+        env, threads = rank_environment(self._placement.topology, extra, self._directory, self._name)
         for name in variables.keys() - extra.keys():
             env.pop(name, None)
         facts = kernel_facts(self._shell, threads, self._captured.sources)
@@ -282,6 +285,12 @@ class _LaunchedRun:
         )
         self._directory.settle()
         raise error
+
+
+def _absolute(resume: str) -> str:
+    """A rank may change its directory before it makes its manager."""
+    is_path = resume not in {"auto", "must", "never"} and "://" not in resume
+    return str(Path(resume).expanduser().absolute()) if is_path else resume
 
 
 def _check_cwd() -> None:

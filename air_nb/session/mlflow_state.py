@@ -78,10 +78,9 @@ def tracking_request(
     )
 
 
-def rank_variables(request: TrackingRequest, directory: Path) -> dict[str, str | None]:
+def rank_variables(request: TrackingRequest) -> dict[str, str | None]:
     """Environment of the ranks; None takes a variable away. The run's id comes later (``tracking.rank_hook``)."""
     found: dict[str, str | None] = {
-        "AIR_NB_RUN_DIR": str(directory),
         "MLFLOW_TRACKING_URI": request.tracking_uri,
         "MLFLOW_EXPERIMENT_ID": request.experiment_id,
         "MLFLOW_EXPERIMENT_NAME": request.experiment_name if request.experiment_id is None else None,

@@ -66,7 +66,7 @@ class Tracked:
 
     def rank_variables(self) -> dict[str, str | None]:
         """What the ranks' environment has of it; None takes a variable away."""
-        return rank_variables(self._request, self._directory.path)
+        return rank_variables(self._request)
 
     def begin(self) -> None:
         """Have the run opened; returns at once. Not before the ranks are on their way: they come first."""

@@ -16,6 +16,7 @@ from inotify_simple import INotify, flags
 
 from air_nb.protocol.events import RankEnded, RankEvent
 from air_nb.protocol.messages import Done, Exited, Interrupt, Kill, Refused, RunState
+from air_nb.runs.checkpoints import saves_when_stopped, stop_grace_s
 from air_nb.runs.logs import RankLogReader
 
 if TYPE_CHECKING:
@@ -158,10 +159,17 @@ class RunWaiter:
             self._sent = self._interrupts.count
             self._launcher.send(Interrupt(run_id) if self._sent == 1 else Kill(run_id))
             if self._sent == 1 or self._give_up_at == math.inf:
-                self._give_up_at = time.monotonic() + _STUCK_S
+                self._give_up_at = time.monotonic() + _STUCK_S + self._saving_s()
         if time.monotonic() >= self._give_up_at:
             self._launcher.kill()  # it does not answer; its lifelines end everything below it
             self._give_up_at = math.inf
+
+    def _saving_s(self) -> float:
+        """How much longer ranks may take that save a checkpoint first; says so, at the first interrupt."""
+        if self._sent > 1 or not saves_when_stopped(self._directory.path):
+            return 0.0
+        self._view.warn("saving a checkpoint at the next step, interrupt again to stop now")
+        return stop_grace_s(os.environ)
 
 
 def end_run(launcher: LauncherClient, run_id: str, events: RunEvents) -> None:

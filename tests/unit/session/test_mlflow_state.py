@@ -1,6 +1,5 @@
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -120,7 +119,7 @@ def test_parameters_have_a_prefix_and_no_value_of_the_environment():
 def test_ranks_get_the_experiment_by_one_name_only_and_short_timeouts(monkeypatch):
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "3")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "9")
-    variables = rank_variables(request_of(), Path("/runs/x"))
+    variables = rank_variables(request_of())
     assert (variables["MLFLOW_EXPERIMENT_ID"], variables["MLFLOW_EXPERIMENT_NAME"]) == ("3", None)
     assert variables["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "5"
     assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in variables, "the user's own is kept"
@@ -129,5 +128,5 @@ def test_ranks_get_the_experiment_by_one_name_only_and_short_timeouts(monkeypatc
 def test_the_kernels_environment_is_not_touched(monkeypatch):
     monkeypatch.setenv("MLFLOW_RUN_ID", "b" * 32)
     before = dict(os.environ)
-    rank_variables(request_of(RunOptions(experiment="other")), Path("/runs/x"))
+    rank_variables(request_of(RunOptions(experiment="other")))
     assert dict(os.environ) == before
