@@ -225,17 +225,25 @@ class TrackingClient:
                     case Finished(number, run_id, outcome) if number in self._outcomes:
                         self._outcomes[number][run_id] = outcome
                 self._changed.notify_all()
-        process.popen.wait()
+        status = process.popen.wait()
+        process.close_pipes()
         with self._changed:
             if self._process is process:
                 self._process = None
                 self._forget_ended()
-                if self._open and self._revivals < _MAX_REVIVALS:
-                    self._revivals += 1
-                    with suppress(OSError):  # the next begin or end meets it again
-                        self._ensure()
+                if self._open:
+                    self._revive(status)
             self._changed.notify_all()
-        process.close_pipes()
+
+    def _revive(self, status: int) -> None:
+        self._revivals += 1
+        if self._revivals <= _MAX_REVIVALS:
+            with suppress(OSError):  # the next begin or end meets it again
+                self._ensure()
+            return
+        problem = f"the tracking process died again and again (exit status {status}); {home() / _LOG_FILE} may say why"
+        for run in self._open.values():
+            _write_problem(Path(run.begin.directory), problem)
 
 
 class _Process:

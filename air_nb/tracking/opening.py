@@ -30,7 +30,7 @@ def open_run(
         request: What the kernel asks for.
         record: Our record of the run.
         known_id: Of the MLflow run, if a tracking process has made or found it before.
-        tried_before: An earlier attempt got no answer, so that the store may have made one nevertheless.
+        tried_before: There was an attempt of which nobody saw the answer: the store may have made a run nevertheless.
 
     Raises:
         StoreError: It can't be done.

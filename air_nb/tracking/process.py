@@ -166,6 +166,7 @@ class _TrackingProcess:
 
 def _import_mlflow() -> str | None:
     """Import what a run needs, and what would otherwise delay the first one; says why that failed, if so."""
+    use_environment(dict(os.environ))
     try:
         import mlflow
 

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 from air_nb.protocol.tracking import (
     REQUEST_FILE,
@@ -130,5 +131,5 @@ class RankRun:
 
 def _absolute(uri: str) -> str:
     if uri.startswith(_SQLITE):
-        return _SQLITE + os.path.abspath(uri.removeprefix(_SQLITE))  # noqa: PTH100 - absolute() keeps the ..
+        return _SQLITE + os.path.abspath(unquote(uri.removeprefix(_SQLITE)))  # noqa: PTH100 - absolute() keeps the ..
     return uri.rstrip("/")

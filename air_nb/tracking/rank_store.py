@@ -333,4 +333,9 @@ class RankStore:
 
     @property  # type: ignore[misc] # read-only is what a proxy needs
     def __class__(self) -> type:
-        return type(self) if self._run.is_out_of_reach() else type(self._real())
+        if self._run.is_out_of_reach():
+            return type(self)
+        try:
+            return type(self._real())
+        except MlflowException:
+            return type(self)  # whoever asks is told by the next call

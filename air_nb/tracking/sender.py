@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from air_nb.protocol.tracking import TrackedState
+from air_nb.runs.checkpoints import committed_checkpoints
 from air_nb.runs.directory import RunRecord
 from air_nb.tracking.artifacts import Artifacts
 from air_nb.tracking.facts import ending, git_state, git_values
@@ -24,6 +25,7 @@ __all__ = ["BusyError", "Sender"]
 
 _LOCK_FILE = "mlflow.lock"
 _METRICS_END_S = 1.0
+_TAGS_AT_ONCE = 100  # MLflow's limit of one call
 
 
 class BusyError(Exception):
@@ -49,11 +51,11 @@ class Sender:
         self.tracked = TrackedFile(path, self._request)
         self.store = Store(self._request)
         self._forwarder = Forwarder(path, self._record.nproc, self.tracked)
-        self._tried_before = False
         self._run: MlflowRun | None = None
         self._artifacts: Artifacts | None = None
         self._metrics: SystemMetrics | None = None
         self._described = False
+        self._checkpoints = 0
 
     def close(self) -> None:
         """Let others at it."""
@@ -69,7 +71,8 @@ class Sender:
         """Find or make the MLflow run, and say at once which it is: ranks wait for that."""
         if self._run is not None:
             return
-        tried_before, self._tried_before = self._tried_before, True
+        tried_before = self.tracked.exists
+        self.tracked.update()  # so that whoever comes next knows
         known_id = self.tracked.now.mlflow_run_id
         run = open_run(self.store, self._request, self._record, known_id, tried_before=tried_before)
         self._run = run
@@ -99,6 +102,7 @@ class Sender:
 
     def forward(self) -> bool:
         """Send a part of what the ranks have logged; whether there was anything."""
+        self._send_checkpoints()
         return self._forwarder.forward(self._opened, self._files)
 
     def send_logs(self, *, final: bool) -> None:
@@ -119,6 +123,15 @@ class Sender:
         self.send_logs(final=True)
         self.terminate()
         self.tracked.update(state=TrackedState.ENDED, problem=None)
+
+    def _send_checkpoints(self) -> None:
+        """A tag for each checkpoint that the run has committed."""
+        committed = committed_checkpoints(locate(self._path).path)
+        if new := committed[self._checkpoints :]:
+            tags = [(f"air_nb.checkpoint.{checkpoint.step}", checkpoint.path) for checkpoint in new]
+            for start in range(0, len(tags), _TAGS_AT_ONCE):
+                self._opened.log_batch(tags=dict(tags[start : start + _TAGS_AT_ONCE]))
+            self._checkpoints = len(committed)
 
     @property
     def _opened(self) -> MlflowRun:

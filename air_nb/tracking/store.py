@@ -25,10 +25,11 @@ _T = TypeVar("_T")
 
 # MLflow waits for a server for minutes: 5 retries of 120 s each. Retrying is ours (air_nb.tracking.run), and a call
 # that takes long is reported while it does, so the timeout need only be one that a slow server keeps.
-_PATIENCE = {
+_DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "PGCONNECT_TIMEOUT": "5",
+    "MLFLOW_DISABLE_TELEMETRY": "true",  # this process is started without the user's asking
 }
 _QUIET = {"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
 # What is meant for the user's own process.
@@ -54,8 +55,8 @@ class StoreError(Exception):
 
 
 def use_environment(env: dict[str, str]) -> None:
-    """Make the kernel's environment this process's own, with short waits for servers unless the user has set some."""
-    wanted = _PATIENCE | env | _QUIET
+    """Make the kernel's environment this process's own; what the user has not set is set for short waits."""
+    wanted = _DEFAULTS | env | _QUIET
     for name in _NOT_OURS:
         wanted.pop(name, None)
     for name in set(os.environ) - set(wanted):

@@ -58,6 +58,11 @@ class TrackedFile:
         """As it is now, whether or not that could be written."""
         return self._now
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a file."""
+        return self._written is not None
+
     def update(self, **changes: Any) -> None:
         """Change fields. A full disk keeps them from the file until there is room; it must not end the sending."""
         with self._lock:

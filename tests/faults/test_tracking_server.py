@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from air_nb.protocol.messages import RunState
@@ -199,22 +199,6 @@ def _finish(client: TrackingClient, run: LaunchedRun) -> str:
     return outcome if not outcome.startswith("not sent") else ""
 
 
-@pytest.mark.slow
-def test_a_request_that_was_not_answered_but_done_makes_no_second_run(client, server, tmp_path):
-    with recovering_server() as culprit:
-        culprit.recover(server)
-        run = LaunchedRun(culprit.uri, tmp_path)
-        _begin(client, run, MLFLOW_HTTP_REQUEST_TIMEOUT="1")
-        assert eventually(lambda: run.run_id in _own_ids(server), _PATIENCE_S)
-        run.wait_open()
-        _end(client, run)
-        assert _own_ids(server).count(run.run_id) == 1
-
-
-def _own_ids(server: MlflowServer) -> list[str]:
-    return [run.tags.get("air_nb.run_id", "") for run in read_runs(server.store_uri)]
-
-
 # ------------------------------------------------------------------------------------------------------------- disks
 
 
@@ -224,9 +208,9 @@ def test_a_full_disk_under_the_store_is_a_problem_until_there_is_room(client, sm
     _begin(client, run)
     run_id = run.wait_open()
     ballast = small_disk / "ballast"
-    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        while True:
-            file.write(bytes(4096))
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
     for step in range(2000):
         run.log_metric("loss", 1.0, step)
     assert "disk" in run.wait_problem()
@@ -270,10 +254,15 @@ class _Kernel:
         assert self._process.stdout is not None
         path, pid = self._process.stdout.readline().split()
         self.run = LaunchedRun.at(Path(path))
-        self.tracking_process = psutil.Process(int(pid))
+        process = ProcessId.of(int(pid))
+        assert process is not None
+        self._tracking_process = process
 
     def kill(self) -> None:
         self._process.kill()
+
+    def wait_for_tracking_process(self) -> None:
+        assert eventually(lambda: not self._tracking_process.is_alive(), _EXIT_S)
 
     def close(self) -> None:
         assert self._process.stdout is not None
@@ -292,13 +281,13 @@ def test_the_kernel_is_killed_and_the_run_is_ended_with_its_logs(tmp_path):
         run.write_log("the last words\n")
         kernel.kill()
         time.sleep(0.5)  # as long as the launcher may take
-        run.close_record(RunState.KILLED, reason="the kernel ended")
-        kernel.tracking_process.wait(_EXIT_S)
+        run.close_record(RunState.KILLED, reason="in the launcher's words")
+        kernel.wait_for_tracking_process()
     finally:
         kernel.close()
     (stored,) = read_runs(uri)
     assert stored.status == "KILLED"
-    assert stored.tags["air_nb.reason"] == "the kernel ended"
+    assert stored.tags["air_nb.reason"] == "in the launcher's words"
     assert stored.metrics == {"loss": [(0, 1.0)]}
     assert stored.artifacts["logs/rank_0.out"].read_text() == "the last words\n"
     assert run.tracked.state is TrackedState.ENDED
@@ -310,7 +299,7 @@ def test_kernel_and_launcher_are_killed_at_once_and_the_run_is_ended_all_the_sam
     try:
         kernel.run.wait_open()
         kernel.kill()
-        kernel.tracking_process.wait(_EXIT_S)
+        kernel.wait_for_tracking_process()
     finally:
         kernel.close()
     (stored,) = read_runs(uri)
@@ -324,7 +313,7 @@ def test_the_kernel_is_killed_while_a_server_is_silent_and_no_process_stays(tmp_
             kernel.run.wait_problem()
             kernel.kill()
             kernel.run.close_record(RunState.KILLED, reason="the kernel ended")
-            kernel.tracking_process.wait(_EXIT_S)
+            kernel.wait_for_tracking_process()
         finally:
             kernel.close()
         assert kernel.run.tracked.state is TrackedState.PENDING

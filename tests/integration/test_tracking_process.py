@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from air_nb.protocol.messages import RunState
-from air_nb.protocol.tracking import TrackedState
+from air_nb.protocol.tracking import TRACKED_FILE, TrackedRun, TrackedState
+from air_nb.runs.directory import RunDirectory
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import node_local
 from air_nb.tracking.client import TrackingClient
@@ -370,6 +372,19 @@ def test_a_process_that_is_killed_is_replaced_and_goes_on_with_the_same_mlflow_r
     assert [other.tags["air_nb.run_id"] for other in read_runs(uri)].count(run.run_id) == 1
 
 
+def test_a_child_that_the_kernel_forks_leaves_the_process_to_it(client, uri, tmp_path):
+    run = LaunchedRun(uri, tmp_path)
+    run_id = _begin(client, run)
+    child = os.fork()
+    if child == 0:
+        client.close()  # as its exit handlers may
+        os._exit(0 if client.pid is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    run.close_record()
+    _end(client, run)
+    assert _stored(uri, run_id).status == "FINISHED"
+
+
 def test_closing_the_session_ends_what_is_open(own_client, uri, tmp_path):
     run = LaunchedRun(uri, tmp_path)
     run_id = _begin(own_client, run)
@@ -426,6 +441,17 @@ def test_a_run_that_nobody_looked_after_is_sent_later_from_its_directory_alone(c
     assert again[run.run_id].startswith("complete already: ")
 
 
+def test_a_run_that_was_made_although_nobody_saw_the_answer_is_not_made_again(client, uri, tmp_path):
+    run = LaunchedRun(uri, tmp_path, kernel=ProcessId(2**22 - 1, 1))
+    run_id = _begin(client, run)
+    run.close_record()
+    _end(client, run)
+    RunDirectory(run.path).write_private(TRACKED_FILE, TrackedRun(TrackedState.PENDING, uri).encode())
+    assert "sent" in client.finish([run.path], tracking_environment(), _PATIENCE_S)[run.run_id]
+    assert run.tracked.mlflow_run_id == run_id
+    assert [other.tags["air_nb.run_id"] for other in read_runs(uri)].count(run.run_id) == 1
+
+
 def test_runs_that_can_not_be_sent_say_why(client, uri, tmp_path):
     live = LaunchedRun(uri, tmp_path)
     untracked = LaunchedRun(uri, tmp_path, kernel=ProcessId(2**22 - 1, 1))
@@ -445,6 +471,32 @@ def test_a_run_that_another_process_is_sending_is_left_to_it(client, own_client,
     outcome = own_client.finish([run.path], tracking_environment(), _PATIENCE_S)
     assert "another process" in outcome[run.run_id]
     _end(client, run)
+
+
+# ------------------------------------------------------------------------------------------------- MLflow's inside
+
+_CANARY = """
+import inspect, sys, threading
+from mlflow.store.db import utils
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+from mlflow.tracking._tracking_service.utils import _get_store
+assert utils.MAX_RETRY_COUNT > 1
+assert "MAX_RETRY_COUNT" in inspect.getsource(utils.create_sqlalchemy_engine_with_retry)
+assert list(inspect.signature(utils._safe_initialize_tables).parameters) == ["engine"]
+assert list(inspect.signature(_get_store).parameters) == ["store_uri", "artifact_uri"]
+assert isinstance(_get_store(sys.argv[1], "/tmp/mlruns"), SqlAlchemyStore)
+monitor = SystemMetricsMonitor("0" * 32, tracking_uri=sys.argv[1])
+assert monitor._process is None
+monitor.start()
+assert isinstance(monitor._process, threading.Thread)
+monitor.finish()
+"""
+
+
+def test_what_we_lean_on_inside_mlflow_is_still_there(uri):
+    done = subprocess.run([sys.executable, "-c", _CANARY, uri], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------- secrets

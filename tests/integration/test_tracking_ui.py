@@ -21,11 +21,12 @@ from typing import Any
 import psutil
 import pytest
 
+from air_nb.errors import PagesError
 from air_nb.protocol.messages import RunState
 from air_nb.protocol.tracking import REQUEST_FILE, TRACKED_FILE, TrackedRun, TrackedState
 from air_nb.runs.directory import RunDirectory, RunRecord
 from air_nb.runs.liveness import ProcessId
-from air_nb.session.ui import MlflowPages, PagesError
+from air_nb.session.ui import MlflowPages
 from air_nb.tracking.ui import MlflowServer
 from tests.support.kernel import running_kernel
 from tests.support.mlflow_stores import read_runs, sqlite_path, sqlite_store

@@ -248,3 +248,17 @@ def test_several_ranks_that_log_at_once_lose_nothing(launch):
             rank.run("import mlflow\nfor step in range(200): mlflow.log_metric('loss', step, step=step)")
     for number in range(3):
         assert [entry.metrics[0][3] for entry in launch.spooled(number)] == list(range(200))
+
+
+def test_a_rank_that_only_logs_opens_no_store(launch):
+    code = """
+        import sys, mlflow
+        with mlflow.start_run(run_name="x"):
+            mlflow.log_metric("a", 1)
+            mlflow.log_params({"b": 2})
+        mlflow.end_run()
+        "mlflow.store.tracking.sqlalchemy_store" in sys.modules
+    """
+    with launch.rank() as rank:
+        assert rank.run(textwrap.dedent(code)) is False
+        assert rank.end() == 0

@@ -59,7 +59,7 @@ def test_all_logging_is_kept(run, launch):
     assert [entry.run_name for entry in entries if entry.run_name] == ["mine"]
 
 
-def test_artifacts_are_copied_and_the_copy_is_spooled(run, launch):
+def test_artifacts_are_copied_and_the_copy_is_spooled(run, process, launch):
     run("""
         import pathlib
         pathlib.Path("out/deep").mkdir(parents=True, exist_ok=True)
@@ -90,6 +90,7 @@ def test_artifacts_are_copied_and_the_copy_is_spooled(run, launch):
         "other/deep/x.txt": "x",
         "notes/hello.txt": "hello",
     }
+    assert process[1].stderr == ""
 
 
 def test_figures_tables_and_images_are_kept_too(run, launch):
