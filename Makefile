@@ -34,9 +34,14 @@ help:
 	@$(PIP) --editable . --group notebooks
 	@touch $@
 
-.venv/.dev: .venv/.notebooks
+.venv/.lab: .venv/.notebooks
+	@echo "Installing MLflow into .venv"
+	@$(PIP) --editable '.[mlflow]'
+	@touch $@
+
+.venv/.dev: .venv/.lab
 	@echo "Installing the test and lint tools into .venv"
-	@$(PIP) --editable . --group dev
+	@$(PIP) --editable '.[mlflow]' --group dev
 	@touch $@
 
 quickstart: .venv/.notebooks
@@ -57,7 +62,7 @@ ifneq ($(NOTEBOOKS),)
 	  $(BIN)/python -m pytest --nbval $(NOTEBOOKS) --nbval-sanitize-with tests/notebooks/sanitize.cfg
 endif
 
-lab: .venv/.notebooks
+lab: .venv/.lab
 	$(BIN)/jupyter lab $(LAB_ARGS) notebooks
 
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing.connection
 import pickle
+import sys
 
 import cloudpickle
 import IPython.core.completer  # the kernel's warning filters name a class of it
@@ -19,6 +20,8 @@ from air_nb.rank.shell import build_shell
 __all__ = ["IPython", "asyncio", "cloudpickle", "multiprocessing", "np", "pickle", "shell", "thread_pools", "torch"]
 
 shell = build_shell()
+# IPython's mark of an interactive session, by which Lightning and others refuse to run as one of several processes.
+sys.__dict__.pop("ps1", None)
 shell.run_cell("pass")  # the first cell of a shell costs 10 ms more than the others
 shell.format_failure(RuntimeError())  # so does the first traceback, 18 ms
 

@@ -208,6 +208,7 @@ class RecoveringServer(Culprit):
     async def _forward(self, reader: _Reader, writer: _Writer) -> None:
         if self._target is None:
             await _say_nothing(reader, writer)
+            return
         there_reader, there_writer = await asyncio.open_connection(_HOST, self._target)
         try:
             await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
@@ -218,6 +219,7 @@ class RecoveringServer(Culprit):
         while data := await reader.read(65536):
             if self._target is None:
                 await _say_nothing(reader, writer)
+                break
             writer.write(data)
             await writer.drain()
         writer.close()
@@ -245,8 +247,9 @@ def _running(answer: _Answer) -> Iterator[Culprit]:
 
 
 async def _say_nothing(reader: _Reader, writer: _Writer) -> None:
-    del reader, writer
-    await asyncio.Event().wait()
+    del writer
+    while await reader.read(65536):  # until the client gives up
+        pass
 
 
 async def _read_request(reader: _Reader) -> str:
