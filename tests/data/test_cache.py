@@ -1,0 +1,266 @@
+"""The cache of a node: one copy of a file, within its limits, there as long as somebody uses it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from air_nb.data.cache import Cache, default_directory, default_limits
+from air_nb.data.files import list_files
+from air_nb.data.manifest import Entry
+from air_nb.data.space import Limits
+from air_nb.errors import DataError
+from tests.support import cache_processes
+from tests.support.cache_processes import content, disk_bytes, started, write_files
+
+_SIZE = 1000
+
+
+@pytest.fixture
+def source(tmp_path):
+    write_files(tmp_path / "source", 20, _SIZE)
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def entries(source):
+    return list(list_files(source))
+
+
+@pytest.fixture
+def make_cache(tmp_path):
+    def make(**limits):
+        return Cache(tmp_path / "cache", limits=Limits(**({"min_free_bytes": 0, "patience_s": 0.2} | limits)))
+
+    return make
+
+
+def _kept(cache: Cache) -> set[str]:
+    """Names of the files that are in the cache."""
+    return {path.name for path in Path(cache.directory, "paths").rglob("*.bin")}
+
+
+def _leases(cache: Cache) -> list[Path]:
+    return [path for path in Path(cache.directory, "leases").rglob("*") if path.is_file()]
+
+
+def test_a_file_is_copied_once_and_keeps_its_name(make_cache, entries):
+    cache = make_cache()
+    for _ in range(3):
+        for entry in entries:
+            lease = cache.lease(entry)
+            assert Path(lease.path).read_bytes() == content(entry.path, _SIZE)
+            assert lease.path.endswith("/" + entry.path)
+            lease.release()
+    metrics = cache.metrics()
+    assert (metrics.misses, metrics.hits, metrics.fetched_bytes) == (20, 40, 20 * _SIZE)
+    assert disk_bytes(Path(cache.directory)) == 20 * _SIZE
+    assert _leases(cache) == []
+
+
+def test_it_serves_the_next_run_too(make_cache, entries):
+    make_cache().lease(entries[0]).release()
+    again = make_cache()
+    again.lease(entries[0]).release()
+    assert again.metrics().hits == 1
+
+
+def test_a_changed_file_is_fetched_anew(make_cache, source, entries):
+    cache = make_cache()
+    cache.lease(entries[0]).release()
+    (source / entries[0].path).write_bytes(b"new" * 333 + b"!")
+    changed = next(iter(list_files(source)))
+    lease = cache.lease(changed)
+    assert Path(lease.path).read_bytes() == b"new" * 333 + b"!"
+
+
+def _cut(kept: Path) -> None:
+    kept.chmod(0o600)
+    os.truncate(kept, 10)
+
+
+@pytest.mark.parametrize("damage", [_cut, Path.unlink])
+def test_a_damaged_copy_is_fetched_anew(make_cache, entries, damage):
+    cache = make_cache()
+    path = cache.lease(entries[0]).path
+    damage(Path(path))
+    lease = cache.lease(entries[0])
+    assert Path(lease.path).read_bytes() == content(entries[0].path, _SIZE)
+    assert cache.metrics().hits == 0
+
+
+def test_what_was_not_used_for_longest_goes_first(make_cache, entries):
+    cache = make_cache(max_bytes=3 * _SIZE)
+    for index in (0, 1, 2, 0, 3):
+        cache.lease(entries[index]).release()
+        time.sleep(0.01)
+    assert _kept(cache) == {Path(entries[index].path).name for index in (0, 2, 3)}
+    assert cache.metrics().evictions == 1
+
+
+def test_a_file_in_use_is_not_evicted_and_its_space_is_waited_for(make_cache, entries):
+    cache = make_cache(max_bytes=3 * _SIZE)
+    held = [cache.lease(entry) for entry in entries[:3]]
+    with pytest.raises(DataError) as caught:
+        cache.lease(entries[3])
+    assert "3,000 bytes are cached, 3,000 of them in use" in str(caught.value)
+    assert "AIR_NB_CACHE_MAX_BYTES" in str(caught.value)
+    assert all(Path(lease.path).exists() for lease in held)
+    held[1].release()
+    cache.lease(entries[3])
+    assert Path(held[0].path).exists()
+    assert not Path(held[1].path).exists()
+    assert disk_bytes(Path(cache.directory)) == 3 * _SIZE
+
+
+def test_two_leases_of_one_file_end_one_by_one(make_cache, entries):
+    cache = make_cache(max_bytes=_SIZE)
+    first, second = cache.lease(entries[0]), cache.lease(entries[0])
+    first.release()
+    first.release()
+    with pytest.raises(DataError):
+        cache.lease(entries[1])
+    second.release()
+    cache.lease(entries[1])
+
+
+def test_a_file_larger_than_the_cache_is_refused_at_once(make_cache, entries):
+    cache = make_cache(max_bytes=_SIZE - 1, patience_s=3600)
+    with pytest.raises(
+        DataError, match=r"1,000 bytes\) does not fit .* may hold 999 bytes: raise AIR_NB_CACHE_MAX_BYTES"
+    ):
+        cache.lease(entries[0])
+
+
+def test_the_disks_floor_is_kept_and_an_empty_cache_says_so_at_once(make_cache, tmp_path, entries):
+    free = shutil.disk_usage(tmp_path).free
+    cache = make_cache(min_free_bytes=2 * free, patience_s=3600)
+    with pytest.raises(DataError, match=r"must stay so.*AIR_NB_CACHE_MIN_FREE_BYTES"):
+        cache.lease(entries[0])
+
+
+def test_a_lease_ends_with_its_object_and_travels_with_its_pickle(make_cache, entries):
+    cache = make_cache()
+    lease = cache.lease(entries[0])
+    again = pickle.loads(pickle.dumps(lease))
+    lease.release()  # handed over: nothing to release
+    assert len(_leases(cache)) == 1
+    del again
+    assert _leases(cache) == []
+    cache.lease(entries[0])
+    assert _leases(cache) == []
+
+
+def test_a_forked_child_does_not_end_its_parents_leases(make_cache, entries):
+    cache = make_cache()
+    lease = cache.lease(entries[0])
+    pid = os.fork()
+    if pid == 0:
+        lease.release()
+        ok = len(_leases(cache)) == 1
+        other = cache.lease(entries[1])  # with an owner of its own
+        ok = ok and len(_leases(cache)) == 2 and Path(other.path).exists()
+        other.release()
+        os._exit(0 if ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    make_cache()._connect()  # sweeps what the child left
+    assert len(_leases(cache)) == 1
+
+
+def test_names_in_a_store_cant_lead_out_of_the_cache(make_cache, source):
+    cache = make_cache()
+    for number, name in enumerate(("../../escape", "a/../../b", "/abs", "x" * 300 + ".jpg")):
+        entry = Entry(str(source / "0" / "0.bin"), name, _SIZE, str(number))
+        lease = cache.lease(entry)
+        assert Path(lease.path).resolve().is_relative_to(Path(cache.directory, "paths"))
+        assert Path(lease.path).name.endswith(Path(name).name[-4:])
+
+
+def test_a_lease_handed_over_outlives_its_process_one_kept_does_not(make_cache, entries):
+    cache = make_cache(max_bytes=2 * _SIZE)
+    with started(2, cache_processes.hold, cache, entries[0]) as [(_, first), (_, second)]:
+        paths = {first.recv(), second.recv()}
+        first.send("send")
+        second.send("keep")
+        lease = first.recv()
+        assert paths == {lease.path}
+        assert len(_leases(cache)) == 2
+    cache.lease(entries[1]).release()
+    cache.lease(entries[2]).release()  # evicts: entries[1], as entries[0] is in use
+    assert Path(lease.path).exists()
+    assert len(_leases(cache)) == 1
+    lease.release()
+    cache.lease(entries[3])
+    cache.lease(entries[4])
+    assert not Path(lease.path).exists()
+
+
+def test_what_a_killed_process_held_is_evicted(make_cache, entries):
+    cache = make_cache(max_bytes=_SIZE)
+    with started(1, cache_processes.hold, cache, entries[0]) as [(process, connection)]:
+        path = connection.recv()
+        with pytest.raises(DataError, match="in use"):
+            cache.lease(entries[1])
+        process.kill()
+        process.join()
+        cache.lease(entries[1])
+        assert not Path(path).exists()
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_process_killed_in_a_download_leaves_nothing(make_cache, entries, is_resumed):
+    cache = make_cache(max_bytes=2 * _SIZE)
+    with started(1, cache_processes.open_slowly, cache, entries[0]) as [(process, connection)]:
+        temporary = Path(connection.recv())
+        assert temporary.read_bytes() == b"half"
+        process.kill()
+        process.join()
+    if is_resumed:
+        lease = cache.lease(entries[0])  # whoever wants the same file next
+        assert Path(lease.path).read_bytes() == content(entries[0].path, _SIZE)
+    else:
+        cache._connect()  # the next start
+        assert list(Path(cache.directory, "locks").iterdir()) == []
+    assert not temporary.exists()
+    assert len(list(Path(cache.directory, "leases").iterdir())) == 1
+    for entry in entries[1:3]:  # its space is not lost either
+        cache.lease(entry).release()
+    assert disk_bytes(Path(cache.directory)) <= 2 * _SIZE
+
+
+def test_downloads_that_a_power_cut_may_have_emptied_are_not_trusted(make_cache, entries):
+    cache = make_cache()
+    old, new = cache.lease(entries[0]), cache.lease(entries[1])
+    kept = cache._space.object_path
+    from air_nb.data.cache import _key
+
+    os.utime(kept(_key(entries[0])), (1, 1))
+    Path(cache.directory, "boot").write_text("another boot")
+    make_cache()._connect()
+    assert Path(old.path).exists()
+    assert not Path(new.path).exists()
+
+
+def test_where_and_how_large_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("AIR_NB_CACHE_DIR", str(tmp_path / "here"))
+    assert default_directory() == tmp_path / "here"
+    assert default_limits() == Limits()
+    monkeypatch.setenv("SGC_FSLAYER_MIN_FREE_DISK_BYTES", "7")
+    assert default_limits().min_free_bytes == 7
+    monkeypatch.setenv("AIR_NB_CACHE_MIN_FREE_BYTES", "0")
+    monkeypatch.setenv("AIR_NB_CACHE_MAX_BYTES", "9")
+    assert default_limits() == Limits(max_bytes=9, min_free_bytes=0)
+    monkeypatch.setenv("AIR_NB_CACHE_MAX_BYTES", "9 GB")
+    with pytest.raises(ValueError, match="AIR_NB_CACHE_MAX_BYTES='9 GB' is not a number of bytes"):
+        default_limits()
+
+
+def test_the_cache_is_private(make_cache, entries):
+    cache = make_cache()
+    cache.lease(entries[0])
+    assert Path(cache.directory).stat().st_mode & 0o777 == 0o700
