@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 
-from benchmarks import imports, launch, memory, overhead, results, stop, stream
+from benchmarks import imports, launch, memory, overhead, results, stop, stream, tracking
 from benchmarks.harness import clean_environment
 from benchmarks.machine import machine_facts
 from benchmarks.report import Report, Settings
@@ -19,6 +19,7 @@ _BENCHMARKS: dict[str, Callable[[Settings], Report]] = {
     "results": results.run,
     "overhead": overhead.run,
     "memory": memory.run,
+    "tracking": tracking.run,
 }
 
 

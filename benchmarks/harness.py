@@ -22,6 +22,7 @@ from tests.support.kernel import Cell, Kernel, plain
 
 __all__ = ["BenchKernel", "Cell", "Deaths", "arrivals", "bench_kernel", "clean_environment", "free_port", "settle"]
 
+_SETTINGS = ("AIR_NB_", "MLFLOW_", "TORCHELASTIC_")
 _MARK = "AIR_NB_BENCHMARK"
 _SETTLE_S = 0.7
 _SETTLED_SHARE = 0.03  # of a core
@@ -184,8 +185,8 @@ def free_port() -> int:
 
 
 def clean_environment() -> None:
-    """Take out what would change the tools under test: the caller's own torchrun variables, and forced unbuffering."""
+    """Take out what would change the tools under test: the caller's own variables for them, forced unbuffering."""
     torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     for name in list(os.environ):
-        if name in (*torchrun, "OMP_NUM_THREADS", "PYTHONUNBUFFERED") or name.startswith(("AIR_NB_", "TORCHELASTIC_")):
+        if name in (*torchrun, "OMP_NUM_THREADS", "PYTHONUNBUFFERED") or name.startswith(_SETTINGS):
             del os.environ[name]

@@ -2,7 +2,7 @@
 
 Both are files of the run directory, replaced by rename: whoever looks sees a whole one, and what could not be sent to a
 server that is down can be sent later, by another process, from there alone. The ranks' own metrics, parameters and tags
-are spooled beside them, one file per rank (``air_nb.tracking.spool``).
+are spooled below them, one file per rank (``air_nb.tracking.spool``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ TRACKED_FILE = "mlflow.json"
 
 
 def spool_name(rank: int) -> str:
-    """Name of the file in which a rank leaves what it logs."""
-    return f"rank_{rank}.mlflow"
+    """Where in the run directory a rank leaves what it logs.
+
+    In a folder of its own: the kernel watches the run directory, and must not wake up for each metric.
+    """
+    return f"mlflow/rank_{rank}.jsonl"
 
 
 class TrackedState(StrEnum):

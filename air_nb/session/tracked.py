@@ -102,13 +102,12 @@ class Tracked:
 
     def warnings(self) -> list[str]:
         """What the user has to know and has not been told yet, one sentence each."""
-        found = []
-        if self._now.problem is not None:
-            found.append(
+        found = {text: f"MLflow refused a value: {text}" for text in self._now.refused}
+        if self._now.problem is not None:  # one line, however often the reason changes
+            found["problem"] = (
                 f"MLflow: {self._now.problem} The run goes on; what it logs is kept in its directory, "
                 f"`%air runs --upload {self._directory.run_id}` sends it later."
             )
-        found += [f"MLflow refused a value: {text}" for text in self._now.refused]
-        new = [text for text in found if text not in self._told]
-        self._told.update(new)
+        new = [text for key, text in found.items() if key not in self._told]
+        self._told.update(found)
         return new

@@ -60,6 +60,7 @@ class RankStore:
         self._params: dict[str, str] = {}
         self._lost: set[str] = set()
         self._has_warned = False
+        self.has_models = False
 
     # ------------------------------------------------------------------------------------------------ what is logged
 
@@ -120,6 +121,7 @@ class RankStore:
 
     def log_outputs(self, run_id: str, models: Any) -> None:
         """Models that the run has made; not kept while the server is out of reach."""
+        self.has_models = True
         self._pass_on("log_outputs", run_id, models=models)
 
     def record_logged_model(self, run_id: str, mlflow_model: Any) -> None:

@@ -192,4 +192,7 @@ class Spool:
 @functools.cache
 def rank_spool(directory: Path, rank: int) -> Spool:
     """The spool of a rank, one per process."""
-    return Spool(directory / spool_name(rank))
+    path = directory / spool_name(rank)
+    with contextlib.suppress(OSError):  # the first append says so
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    return Spool(path)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from air_nb.protocol.messages import RunState
-from air_nb.protocol.tracking import TrackedState
+from air_nb.protocol.tracking import TrackedState, spool_name
 from air_nb.runs.liveness import ProcessId
 from air_nb.tracking.client import TrackingClient
 from tests.support.mlflow_servers import (
@@ -110,7 +110,7 @@ def test_a_silent_server_is_reported_while_it_is_silent_and_does_not_hold_up_the
         run.log_metric("loss", 1.0)
         _end(client, run)
         assert run.tracked.state is TrackedState.PENDING
-        assert (run.path / "rank_0.mlflow").stat().st_size > 0
+        assert (run.path / spool_name(0)).stat().st_size > 0
 
 
 def test_a_refused_connection_is_reported_with_the_address(client, tmp_path):

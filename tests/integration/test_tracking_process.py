@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from air_nb.protocol.messages import RunState
-from air_nb.protocol.tracking import TRACKED_FILE, TrackedRun, TrackedState
+from air_nb.protocol.tracking import TRACKED_FILE, TrackedRun, TrackedState, spool_name
 from air_nb.runs.directory import RunDirectory
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import node_local
@@ -149,7 +149,7 @@ def test_everything_that_8_ranks_log_arrives_once(client, uri, tmp_path):
     assert stored.params["lr"] == "0.1"
     assert stored.tags["air_nb.checkpoint.5"] == "/data/step_5"
     assert stored.name == "a better name"
-    assert run.tracked.sent == [(run.path / f"rank_{rank}.mlflow").stat().st_size for rank in range(8)]
+    assert run.tracked.sent == [(run.path / spool_name(rank)).stat().st_size for rank in range(8)]
 
 
 def test_metrics_are_forwarded_while_the_run_goes_on(client, uri, tmp_path):

@@ -35,7 +35,9 @@ class RanksFailedError(AssertionError):
 def forkserver_with_torch() -> Iterator[None]:
     """The process that ranks and "forkserver" loader workers are forked from, while the context lasts."""
     server: Any = forkserver._forkserver  # there is no public way to end it
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch.utils.data", "numpy"])
+    # The last one brings what takes seconds to import: each rank would do so for itself.
+    preload = ["torch", "torch.distributed", "torch.utils.data", "numpy", "air_nb.checkpoint.manager"]
+    multiprocessing.set_forkserver_preload(preload)
     # multiprocessing's sockets: its own directory is removed when Python ends, by then that of the tests is gone.
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="mp") as sockets:

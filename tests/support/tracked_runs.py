@@ -60,6 +60,7 @@ class LaunchedRun:
     def log(self, rank: int = 0, **entry: Any) -> None:
         """As a rank: leave an entry in the spool."""
         # Not by a Spool, which keeps its file open until the process ends.
+        (self.path / spool_name(rank)).parent.mkdir(exist_ok=True)
         with (self.path / spool_name(rank)).open("ab", buffering=0) as file:
             file.write(SpoolEntry(**entry).encode())
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from air_nb.protocol.tracking import TrackingRequest
+from air_nb.protocol.tracking import TrackingRequest, spool_name
 from air_nb.tracking.forward import Batch, Forwarder, batches, send
 from air_nb.tracking.spool import SpoolEntry
 from air_nb.tracking.store import StoreError
@@ -116,7 +116,8 @@ def tracked(tmp_path) -> TrackedFile:
 
 
 def _spool(directory: Path, rank: int, *entries: SpoolEntry) -> None:
-    with (directory / f"rank_{rank}.mlflow").open("ab") as file:
+    (directory / spool_name(rank)).parent.mkdir(exist_ok=True)
+    with (directory / spool_name(rank)).open("ab") as file:
         file.writelines(entry.encode() for entry in entries)
 
 
@@ -165,7 +166,8 @@ def test_a_long_spool_is_read_in_parts(tmp_path, tracked, monkeypatch):
 
 
 def test_lines_that_are_torn_are_counted_and_skipped(tmp_path, tracked):
-    (tmp_path / "rank_0.mlflow").write_bytes(b'{"metrics": [["lo\n')
+    (tmp_path / spool_name(0)).parent.mkdir()
+    (tmp_path / spool_name(0)).write_bytes(b'{"metrics": [["lo\n')
     _spool(tmp_path, 0, SpoolEntry(metrics=_metrics(1)))
     run = _Run()
     Forwarder(tmp_path, 1, tracked).forward(run, None)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from air_nb.protocol.tracking import spool_name
 from tests.support.mlflow_stores import read_runs, sqlite_store
 from tests.support.tracked_rank import EXPERIMENT, RankError, TrackedLaunch
 
@@ -329,7 +330,7 @@ def test_what_would_lead_elsewhere_is_refused_at_once_with_the_way_out(run, laun
 def test_reading_the_run_waits_until_what_was_logged_has_been_sent(run, launch, ours):
     launch.write(sent=[0])
     run("mlflow.log_metric('a', 1)")
-    size = (launch.directory / "rank_0.mlflow").stat().st_size
+    size = (launch.directory / spool_name(0)).stat().st_size
     sender = threading.Timer(0.5, lambda: launch.write(sent=[size]))
     sender.start()
 

@@ -16,7 +16,9 @@ from air_nb.tracking.spool import Spool, SpoolEntry, rank_spool, read
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / spool_name(0)
+    found = tmp_path / spool_name(0)
+    found.parent.mkdir()
+    return found
 
 
 @pytest.fixture
