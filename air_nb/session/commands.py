@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from air_nb.launch.stacks import collect_stacks
 from air_nb.monitor.table import gpu_table
-from air_nb.runs.directory import RunRecord, all_runs, find_run
+from air_nb.runs.checkpoints import committed_checkpoints
+from air_nb.runs.directory import RunDirectory, RunRecord, all_runs, find_run
 from air_nb.runs.logs import read_tail
 from air_nb.runs.retention import close_dead_runs
 from air_nb.session.rank_names import name_ranks
@@ -20,6 +22,7 @@ __all__ = ["gpus_text", "logs_text", "runs_text", "stacks_text", "status_text", 
 
 _STOP_WAIT_S = 12.0
 _STACKS_WAIT_S = 2.0
+_CHECKPOINTS_SHOWN = 5
 
 
 def gpus_text(session: Session) -> str:
@@ -42,10 +45,26 @@ def status_text(session: Session) -> str:
 
 
 def runs_text() -> str:
-    """All runs, newest first."""
+    """All runs, newest first, each with the checkpoints that it has committed."""
     close_dead_runs()
-    lines = [_line(record) for _, record in all_runs()]
+    lines = []
+    for directory, record in all_runs():
+        lines += [_line(record), *_checkpoint_lines(directory)]
     return "\n".join(lines) or "no runs yet"
+
+
+def _checkpoint_lines(directory: RunDirectory) -> list[str]:
+    """The last checkpoints; what retention has deleted since is left out where that can be seen from here."""
+    committed = [
+        checkpoint
+        for checkpoint in committed_checkpoints(directory.path)
+        if "://" in checkpoint.path or Path(checkpoint.path).is_dir()
+    ]
+    if not committed:
+        return []
+    steps = ", ".join(str(checkpoint.step) for checkpoint in committed[-_CHECKPOINTS_SHOWN:])
+    more = "… " if len(committed) > _CHECKPOINTS_SHOWN else ""
+    return [f"    checkpoints: step {more}{steps}; --resume {committed[-1].path}"]
 
 
 def _line(record: RunRecord) -> str:
