@@ -5,9 +5,11 @@ A test that uses them asks for the fixture ``forkserver`` (tests/data/conftest.p
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -50,17 +52,14 @@ def forkserver_with_torch() -> Iterator[None]:
             del config["tempdir"]
 
 
-def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, may_die: bool = False
-) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """Call a function of a test module on so many ranks with an initialised gloo group.
 
     Args:
         world_size: Number of ranks.
         function: Called as ``function(*args)``; ``torch.distributed`` says which rank it is.
         args: Its arguments, equal on all ranks.
-        timeout_s: When to give up; all are killed then.
-        may_die: A rank that dies without an exception has the result None.
+        timeout_s: When to give up; all are killed then. Once one has failed the others have 5 s.
 
     Returns:
         The results, index = rank.
@@ -73,7 +72,7 @@ def run_ranks(
         store = Path(directory) / "store"
         ranks = [_Rank(context, rank, world_size, store, function, args) for rank in range(world_size)]
         try:
-            return _results(ranks, time.monotonic() + timeout_s, may_die=may_die)
+            return _results(ranks, time.monotonic() + timeout_s)
         finally:
             for rank in ranks:
                 rank.end()
@@ -88,36 +87,40 @@ class _Rank:
         self.process.start()
         theirs.close()
 
-    def answer(self, *, may_die: bool) -> tuple[bool, Any]:
+    def answer(self) -> tuple[bool, Any]:
         """Whether it succeeded, and its result or what went wrong."""
         try:
-            succeeded, value = self.answers.recv()
+            # Loader workers hold the other end too: after a death the end of the pipe may take a while to come.
+            succeeded, value = self.answers.recv() if self.answers.poll() else (False, None)
         except EOFError:
+            succeeded, value = False, None
+        if value is None and not succeeded:
             self.process.join()
-            return may_die, None if may_die else f"exit code {self.process.exitcode}"
+            value = f"exit code {self.process.exitcode}"
         return succeeded, value
 
     def end(self) -> None:
-        if self.process.is_alive():
-            self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # and its loader workers, if it could not end them
         self.process.join()
         self.process.close()
         self.answers.close()
 
 
-def _results(ranks: list[_Rank], deadline: float, *, may_die: bool) -> list[Any]:
+def _results(ranks: list[_Rank], deadline: float) -> list[Any]:
     results: dict[int, Any] = {}
     failed: dict[int, Any] = {}
     while len(results) + len(failed) < len(ranks):
         waiting = {number: rank for number, rank in enumerate(ranks) if number not in results.keys() | failed.keys()}
         if failed:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
-        by_answers: dict[Any, int] = {rank.answers: number for number, rank in waiting.items()}
-        ready = multiprocessing.connection.wait(list(by_answers), max(0.0, deadline - time.monotonic()))
+        signs: dict[Any, int] = {rank.answers: number for number, rank in waiting.items()}
+        signs |= {rank.process.sentinel: number for number, rank in waiting.items()}
+        ready = multiprocessing.connection.wait(list(signs), max(0.0, deadline - time.monotonic()))
         if not ready:
             failed |= dict.fromkeys(waiting, "did not end in time")
-        for number in (by_answers[answers] for answers in ready):
-            succeeded, value = ranks[number].answer(may_die=may_die)
+        for number in {signs[sign] for sign in ready}:
+            succeeded, value = ranks[number].answer()
             (results if succeeded else failed)[number] = value
     if failed:
         raise RanksFailedError(failed)
@@ -136,6 +139,7 @@ def _main(answers: Any, rank: int, world_size: int, store: str, function: Callab
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
+    os.setsid()
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)

@@ -83,7 +83,7 @@ class _SimulatedFeed:
         self._answers: deque[Any] = deque()
         self._number = 0
 
-    def open(self, requests: Iterator[Any], seed: int) -> None:
+    def open(self, requests: Iterator[Any], seed: int, name: Any) -> None:
         self._requests, self._number = requests, 0
         self._answers.clear()
         self._ask(self._ahead)

@@ -53,7 +53,6 @@ class Training:
         epochs: How many.
         every: See ``CheckpointManager``.
         leave_at: Leave the loop when it is given this step.
-        kill_rank: Rank 1 kills itself before it writes its shards of the step.
         options: More for the manager.
     """
 
@@ -173,10 +172,10 @@ def train(training: Training, during: Callable[[int, CheckpointManager], None] |
     return outcome
 
 
-def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Digest of whole parameters, buffers and moments. Collective where the model is sharded."""
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, buffers: bool = True) -> str:
+    """Digest of whole parameters, moments and this rank's buffers. Collective where the model is sharded."""
     digest = hashlib.sha256()
-    tensors = list(model.state_dict().values())
+    tensors = list((model.state_dict() if buffers else dict(model.named_parameters())).values())
     for state in optimizer.state.values():
         tensors += [state[name] for name in sorted(state) if isinstance(state[name], torch.Tensor)]
     for tensor in tensors:
