@@ -76,7 +76,8 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """List the checkpoints directly in a directory or under a URL, newest first.
 
     By the time of their commit, not by step: a training that was started afresh counts from 0 again, and it is the one
-    to go on with. Those that don't tell their time come last, the highest step first. Reads manifests and directory listings, no shards. A root that does not exist has none.
+    to go on with. Those that don't tell their time come last, the highest step first. Reads manifests and directory
+    listings, no shards. A root that does not exist has none.
 
     Raises:
         CheckpointError: The root is a file.
