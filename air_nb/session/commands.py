@@ -12,6 +12,7 @@ from air_nb.runs.checkpoints import committed_checkpoints
 from air_nb.runs.directory import RunDirectory, RunRecord, all_runs, find_run
 from air_nb.runs.logs import read_tail
 from air_nb.runs.retention import close_dead_runs
+from air_nb.runs.unsent import is_unsent
 from air_nb.session.rank_names import name_ranks
 from air_nb.session.stacks import describe_stacks
 
@@ -49,7 +50,8 @@ def runs_text() -> str:
     close_dead_runs()
     lines = []
     for directory, record in all_runs():
-        lines += [_line(record), *_checkpoint_lines(directory)]
+        unsent = "  (MLflow lacks it: --upload)" if not record.is_live and is_unsent(directory) else ""
+        lines += [_line(record) + unsent, *_checkpoint_lines(directory)]
     return "\n".join(lines) or "no runs yet"
 
 

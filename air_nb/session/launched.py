@@ -127,15 +127,16 @@ class _LaunchedRun:
         waker = _Waker()
         try:
             with InterruptCounter(waker.wake) as interrupts:
-                done = self._launch_and_follow(env, interrupts, waker)
+                done, interrupted = self._launch_and_follow(env, interrupts, waker)
         except BaseException as error:
             self._close_record(RunState.KILLED if isinstance(error, KeyboardInterrupt) else RunState.FAILED, str(error))
             if self._tracked is not None:
-                self._tracked.end(ok=False)
+                self._end_tracking(self._tracked, ok=False)
             raise
-        return self._outcome(done, interrupted=interrupts.count > 0)
+        return self._outcome(done, interrupted=interrupted)
 
-    def _launch_and_follow(self, env: dict[str, str], interrupts: InterruptCounter, waker: _Waker) -> Done:
+    def _launch_and_follow(self, env: dict[str, str], interrupts: InterruptCounter, waker: _Waker) -> tuple[Done, bool]:
+        """How it ended, and whether it was interrupted before that; later it is too late."""
         view = CellView(
             self._nproc,
             self._options.output,
@@ -150,6 +151,8 @@ class _LaunchedRun:
             if note:
                 self._notes.append(f"{note}, {warm_s:.1f} s")
             view.start(self._header())
+            for text in self._session.late_warnings():
+                view.warn(text)
             started = time.monotonic()
             done = self._follow(launcher, env, view, interrupts, waker)
             seconds = time.monotonic() - started
@@ -158,12 +161,12 @@ class _LaunchedRun:
         interrupted = interrupts.count > 0
         self._close_record(RunState.KILLED if interrupted else RunState(done.state), done.reason)
         if self._tracked is not None:
-            self._tracked.end(ok=done.state == RunState.FINISHED and not interrupted)
+            self._end_tracking(self._tracked, ok=done.state == RunState.FINISHED and not interrupted)
             self._show_tracked(view, self._tracked)
         link = self._link()
         view.header(f"{self._header()} · {done.state}", link)
         view.finish(_footer(done, seconds), link)
-        return done
+        return done, interrupted
 
     def _follow(
         self,
@@ -195,6 +198,11 @@ class _LaunchedRun:
         if self._tracked is not None and self._tracked.poll():
             self._show_tracked(view, self._tracked)
             view.header(self._header(), self._link())
+
+    def _end_tracking(self, tracked: Tracked, *, ok: bool) -> None:
+        tracked.end(ok=ok)
+        if not tracked.is_settled:
+            self._session.watch_tracking(tracked)
 
     @staticmethod
     def _show_tracked(view: CellView, tracked: Tracked) -> None:

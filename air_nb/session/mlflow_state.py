@@ -104,13 +104,13 @@ def tracking_uri() -> str:
 
 def source_name(user_ns: Mapping[str, Any]) -> str | None:
     """The notebook (Jupyter says it to its kernels, VS Code to the namespace) or the script; None elsewhere."""
-    notebook = os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
-    if notebook:
-        return str(notebook)
     script = getattr(sys.modules["__main__"], "__file__", None)
     ipython = sys.modules.get("IPython")
     is_shell = ipython is not None and ipython.get_ipython() is not None  # a kernel is a script too, ipykernel's
-    return None if script is None or is_shell else str(script)
+    if script is not None and not is_shell:  # before the notebook, whose environment a `!python script.py` inherits
+        return str(script)
+    notebook = os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
+    return str(notebook) if notebook else None
 
 
 def _experiment(options: RunOptions, active: Any | None, user_ns: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -123,8 +123,12 @@ def _experiment(options: RunOptions, active: Any | None, user_ns: Mapping[str, A
         return experiment_id, None
     if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
         return None, name
-    source = source_name(user_ns)
-    return None, (Path(source).stem if source else "") or FALLBACK_EXPERIMENT
+    return None, _experiment_of(source_name(user_ns))
+
+
+def _experiment_of(source: str | None) -> str:
+    path = Path(source or "")
+    return (path.parent.name if path.stem == "__main__" else path.stem) or FALLBACK_EXPERIMENT
 
 
 def _active_run() -> Any | None:

@@ -8,7 +8,9 @@ has imported the rest of the package, tidied up, and started the tracking proces
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -25,11 +27,14 @@ if TYPE_CHECKING:
 
     from air_nb.options import RunOptions
     from air_nb.session.launched import Launch
+    from air_nb.session.tracked import Tracked
     from air_nb.session.ui import MlflowPages
 
 __all__ = ["Session", "close_session", "get_session"]
 
 _WARM_TIMEOUT_S = 60.0
+_EXIT_S = 30.0  # a script, with all that it has logged, may be shorter than the import of MLflow
+_KERNEL_EXIT_S = 1.5  # a kernel that shuts down is killed after 2.5 s
 
 
 class Session:
@@ -42,7 +47,9 @@ class Session:
         self._tracking = TrackingClient()
         self._pages: MlflowPages | None = None
         self._said: set[str] = set()
+        self._unsettled: list[Tracked] = []
         abandon_in_children(self)
+        atexit.register(self._finish_tracking)
 
     @property
     def sampler(self) -> Sampler:
@@ -78,6 +85,7 @@ class Session:
 
     def close(self) -> None:
         """End the launcher and all below it, the sampler, and the tracking process when it has sent everything."""
+        atexit.unregister(self._finish_tracking)
         with self._lock:
             launcher, self._launcher = self._launcher, None
         if launcher is not None:
@@ -88,9 +96,32 @@ class Session:
             self._pages.close()
 
     def abandon(self) -> None:
-        """In a forked child of the kernel: forget the launcher, which is the parent's."""
+        """In a forked child of the kernel: forget the launcher and the runs, which are the parent's."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self._launcher = None
+        self._unsettled = []
+
+    def watch_tracking(self, tracked: Tracked) -> None:
+        """Keep an eye on the MLflow run of a launch that has ended before MLflow has answered."""
+        with self._lock:
+            self._unsettled.append(tracked)
+
+    def late_warnings(self) -> list[str]:
+        """What has become known of MLflow since launches ended, one sentence each."""
+        with self._lock:
+            for tracked in self._unsettled:
+                tracked.poll()
+            texts = [text for tracked in self._unsettled for text in tracked.warnings()]
+            self._unsettled = [tracked for tracked in self._unsettled if not tracked.is_settled]
+        return texts
+
+    def _finish_tracking(self) -> None:
+        """At exit: the tracking process outlives this one for a moment only, which may be too short."""
+        is_kernel = _is_kernel()
+        with suppress(KeyboardInterrupt):  # whoever does not want to wait
+            self._tracking.wait_all_ended(_KERNEL_EXIT_S if is_kernel else _EXIT_S)
+        if not is_kernel:  # where nobody would see it
+            sys.stderr.writelines(f"{text}\n" for text in self.late_warnings())
 
     def run(self, launch: Launch, options: RunOptions, shell: InteractiveShell | None) -> list[dict[str, Any]]:
         """Run on every rank and wait.
@@ -141,6 +172,11 @@ class Session:
             return "--cold"
         names = changed(old.key, current_key())
         return f"{', '.join(names)} changed" if names else ""
+
+
+def _is_kernel() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def _prepare(session: Session) -> None:

@@ -13,6 +13,7 @@ from air_nb.protocol.tracking import REQUEST_FILE, TRACKED_FILE, TrackedRun, Tra
 from air_nb.session.mlflow_state import has_mlflow, is_switched_off, rank_variables
 from air_nb.tracking.jupyter_server import find_jupyter_server
 from air_nb.tracking.links import run_page
+from air_nb.tracking.tracked_file import locate
 
 if TYPE_CHECKING:
     from air_nb.options import RunOptions
@@ -64,6 +65,11 @@ class Tracked:
         """The MLflow run as it was at the last ``poll``."""
         return self._now
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no more will become known by itself: MLflow has everything, does not answer, or was not asked."""
+        return not self._begun or self._now.state == TrackedState.ENDED or self._now.problem is not None
+
     def rank_variables(self) -> dict[str, str | None]:
         """What the ranks' environment has of it; None takes a variable away."""
         return rank_variables(self._request)
@@ -75,7 +81,7 @@ class Tracked:
 
     def poll(self) -> bool:
         """Look whether ``mlflow.json`` has changed, and read it if so."""
-        path = self._directory.path / TRACKED_FILE
+        path = locate(self._directory.path).path / TRACKED_FILE  # moved home, if the run has ended
         with suppress(OSError, ValueError):
             modified_ns = path.stat().st_mtime_ns
             if modified_ns == self._seen_ns:
@@ -87,14 +93,16 @@ class Tracked:
 
     def end(self, *, ok: bool) -> None:
         """The run's record is final: have everything sent and the status written; waits a moment for that."""
-        if self._begun:
-            self._client.end(self._directory.path)
-            has_ended = self._client.wait_ended(self._directory.path, _SHORT_END_S)
+        if not self._begun:  # no rank was started: there is nothing to track, later neither
+            (self._directory.path / REQUEST_FILE).unlink(missing_ok=True)
+            return
+        self._client.end(self._directory.path)
+        has_ended = self._client.wait_ended(self._directory.path, _SHORT_END_S)
+        self.poll()
+        is_open = self._now.state == TrackedState.OPEN and self._now.problem is None
+        if ok and is_open and not has_ended:
+            self._client.wait_ended(self._directory.path, _END_S)
             self.poll()
-            is_open = self._now.state == TrackedState.OPEN and self._now.problem is None
-            if ok and is_open and not has_ended:
-                self._client.wait_ended(self._directory.path, _END_S)
-                self.poll()
 
     def link(self) -> Link | None:
         """To the run's page in MLflow, as soon as there is one."""
@@ -105,7 +113,7 @@ class Tracked:
         found = {text: f"MLflow refused a value: {text}" for text in self._now.refused}
         if self._now.problem is not None:  # one line, however often the reason changes
             found["problem"] = (
-                f"MLflow: {self._now.problem} The run goes on; what it logs is kept in its directory, "
+                f"MLflow: {self._now.problem} What run {self._request.run_name} logs is kept in its directory; "
                 f"`%air runs --upload {self._directory.run_id}` sends it later."
             )
         new = [text for key, text in found.items() if key not in self._told]

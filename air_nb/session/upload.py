@@ -47,13 +47,20 @@ def repair_text(session: Session) -> str:
 
 def close_left_open(session: Session) -> None:
     """Of the past, in the background: no run may stay RUNNING in MLflow for ever."""
-    left = []
-    for directory, record in all_runs():
-        tracked = read_tracked(directory)
-        if not record.is_live and tracked is not None and tracked.state == TrackedState.OPEN:
-            left.append(directory.path)
+    left = [directory.path for directory, record in all_runs() if not record.is_live and _is_left(directory, record)]
     if left:
         session.tracking.finish(left, dict(os.environ), _FINISH_S)
+
+
+def _is_left(directory: RunDirectory, record: RunRecord) -> bool:
+    """Whether MLflow still has it as RUNNING, or its kernel ended before anybody could ask MLflow.
+
+    Not what a server has not answered to: that is sent when the user says so.
+    """
+    tracked = read_tracked(directory)
+    if tracked is None or (tracked.state == TrackedState.PENDING and tracked.problem is None):
+        return is_tracked(directory) and (record.kernel is None or not record.kernel.is_alive())
+    return tracked.state == TrackedState.OPEN
 
 
 def _finish(session: Session, runs: list[tuple[RunDirectory, RunRecord]]) -> str:

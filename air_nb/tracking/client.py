@@ -127,6 +127,14 @@ class TrackingClient:
                 return False
             time.sleep(_POLL_S)
 
+    def wait_all_ended(self, timeout_s: float) -> None:
+        """Wait for all runs after ``end``, for those too that waited for MLflow's first import."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            directories = [] if self._closed else [Path(run.begin.directory) for run in self._open.values()]
+        for directory in directories:
+            self.wait_ended(directory, deadline - time.monotonic())
+
     def finish(self, directories: list[Path], env: Mapping[str, str], timeout_s: float) -> dict[str, str]:
         """Send what runs of the past have not sent yet, and end them in MLflow; waits for it.
 
@@ -210,8 +218,7 @@ class TrackingClient:
 
     def _forget_ended(self) -> None:
         for run_id, run in list(self._open.items()):
-            tracked = read_tracked(Path(run.begin.directory))
-            if run.ended_at is not None and (tracked is None or tracked.state is TrackedState.ENDED):
+            if run.ended_at is not None and _has_ended(Path(run.begin.directory)):
                 del self._open[run_id]
 
     # -- the reader's thread -----------------------------------------------------------------------------------------
@@ -327,6 +334,12 @@ def _open_log() -> int:
         return os.open(home() / _LOG_FILE, flags, 0o600)
     except OSError:
         return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+
+
+def _has_ended(directory: Path) -> bool:
+    """Whether MLflow has everything; of a run directory that was deleted, nothing more can be had."""
+    tracked = read_tracked(directory)
+    return not locate(directory).path.exists() if tracked is None else tracked.state is TrackedState.ENDED
 
 
 def _write_problem(directory: Path, problem: str) -> None:

@@ -24,6 +24,8 @@ _HURRY_S = 0.02
 _MAX_DELAY_S = 15.0
 _SLOW_S = 3.5  # of a call: the user is told within 5 s of the launch
 _GIVE_UP_S = 2.0
+_BUSY_S = 20.0  # a call of 10 s that is on, and what is tried after the end of a run
+_POLL_S = 0.1
 _RECORD_S = 2.0  # for the launcher to close the record when the kernel is gone; it takes 1 s at most
 
 
@@ -132,7 +134,7 @@ class FollowedRun:
 
 
 def finish_run(path: Path) -> str:
-    """Send what a run of the past has not sent yet, and end it.
+    """Send what a run of the past has not sent yet, and end it. Who is at it already may first give up (bounded).
 
     Args:
         path: Run directory.
@@ -143,7 +145,7 @@ def finish_run(path: Path) -> str:
     try:
         if locate(path).read_record().is_live:
             return "still running: it is sent while it runs, and when it ends."
-        sender = Sender(path)
+        sender = _take(path)
     except BusyError:
         return "another process is sending it."
     except FileNotFoundError:
@@ -154,6 +156,17 @@ def finish_run(path: Path) -> str:
         return _finish(sender)
     finally:
         sender.close()
+
+
+def _take(path: Path) -> Sender:
+    end = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            return Sender(path)
+        except BusyError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_POLL_S)
 
 
 def _finish(sender: Sender) -> str:

@@ -82,6 +82,10 @@ def test_experiments_are_chosen_in_the_documented_order(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/home/ann/train.py")
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
     assert experiment() == (None, "train")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/home/ann/package/__main__.py")
+    assert experiment() == (None, "package")
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    assert experiment() == (None, FALLBACK_EXPERIMENT)
     assert experiment(user_ns={"__vsc_ipynb_file__": "/home/ann/vs code.ipynb"}) == (None, "vs code")
     monkeypatch.setenv("JPY_SESSION_NAME", "/home/ann/resnet.ipynb")
     assert experiment() == (None, "resnet")
@@ -98,6 +102,13 @@ def test_a_kernel_is_no_script(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/lib/ipykernel_launcher.py")
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
     assert mlflow_state.source_name({}) is None
+
+
+def test_a_script_that_is_started_from_a_notebook_is_no_notebook(monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/ann/resnet.ipynb")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/home/ann/train.py")
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert mlflow_state.source_name({}) == "/home/ann/train.py"
 
 
 def test_the_users_run_id_is_resumed_unless_a_run_is_active(monkeypatch):
