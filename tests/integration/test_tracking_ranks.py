@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,9 @@ def kernel(tmp_path_factory, test_environment) -> Iterator[Kernel]:
 def launch(kernel):
     """Run a cell on ranks; returns its values, the launch's run, and the runs that appeared besides it."""
 
-    def run(code: str, options: str = "--nproc 2", timeout_s: float = 300.0) -> tuple[list, StoredRun, list[StoredRun]]:
+    def run(
+        code: str, options: str = "--nproc 2", timeout_s: float = 300.0
+    ) -> tuple[list[Any], StoredRun, list[StoredRun]]:
         uri = ast.literal_eval(kernel.value("__import__('os').environ['MLFLOW_TRACKING_URI']"))
         before = {stored.run_id for stored in read_runs(uri)}
         kernel.ok(f"%%distributed --quiet --out results_ {options}\n{code}", timeout_s)
