@@ -6,7 +6,18 @@ import argparse
 import json
 from collections.abc import Callable
 
-from benchmarks import imports, launch, memory, overhead, results, stop, stream, tracking
+from benchmarks import (
+    checkpoint,
+    data,
+    imports,
+    launch,
+    memory,
+    overhead,
+    results,
+    stop,
+    stream,
+    tracking,
+)
 from benchmarks.harness import clean_environment
 from benchmarks.machine import machine_facts
 from benchmarks.report import Report, Settings
@@ -20,6 +31,8 @@ _BENCHMARKS: dict[str, Callable[[Settings], Report]] = {
     "overhead": overhead.run,
     "memory": memory.run,
     "tracking": tracking.run,
+    "checkpoint": checkpoint.run,
+    "data": data.run,
 }
 
 

@@ -58,16 +58,18 @@ class OptimizerPart:
         """
         state = self._optimizer.state_dict()
         names = self._names()
+        parameters = self._parameters()
         return {
             "state": {
-                names[index]: self._freeze(names[index], values, tensors) for index, values in state["state"].items()
+                names[index]: self._freeze(names[index], parameters.get(names[index]), values, tensors)
+                for index, values in state["state"].items()
             },
             "groups": [self._freeze_group(group, names) for group in state["param_groups"]],
         }
 
-    def _freeze(self, parameter_name: str, values: Any, tensors: dict[str, torch.Tensor]) -> Any:
-        like = self._parameters().get(parameter_name)
-
+    def _freeze(
+        self, parameter_name: str, like: torch.Tensor | None, values: Any, tensors: dict[str, torch.Tensor]
+    ) -> Any:
         def keep(tensor: torch.Tensor, key: str) -> str:
             self._must_shard_alike(tensor, like, key)
             if key in tensors:
@@ -115,8 +117,9 @@ class OptimizerPart:
         if problems:
             return {}, problems
         targets: dict[str, Target] = {}
+        parameters = self._parameters()
         for parameter_name, values in saved["state"].items():
-            like = self._parameters().get(parameter_name)
+            like = parameters.get(parameter_name)
             for key in _keys(values):
                 entry = metadata.state_dict_metadata[key]
                 assert isinstance(entry, TensorStorageMetadata)

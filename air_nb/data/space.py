@@ -202,8 +202,11 @@ class Space:
     def discard(self, key: str) -> None:
         """Delete one object, whoever uses it: it is not what it should be. The caller holds the lock of its key."""
         with self._lock():
+            file = Path(self.object_path(key))
+            size_bytes = file.stat().st_size if file.exists() else 0
             self._delete(key)
-            self._scan()
+            stored_bytes, incoming_bytes = self._read()
+            self._write(max(0, stored_bytes - size_bytes), incoming_bytes)
 
     def _refusal(self, url: str, size_bytes: int, room: _Room) -> str:
         what = f"{url} ({size_bytes:,} bytes) does not fit into the cache {self.directory}"

@@ -100,8 +100,9 @@ class _Rank:
         return succeeded, value
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # and its loader workers, if it could not end them
+        if self.process.exitcode != 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # and its loader workers, which it could not end
         self.process.join()
         self.process.close()
         self.answers.close()
@@ -145,6 +146,7 @@ def _main(answers: Any, rank: int, world_size: int, store: str, function: Callab
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
         try:
+            dist.barrier()  # a rank that has nothing to do would be gone before the others have connected
             answers.send((True, function(*args)))
         finally:
             dist.destroy_process_group()
