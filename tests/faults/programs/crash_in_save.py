@@ -64,7 +64,10 @@ def main(folder, mode):
         step, is_same = restored(root)
         save(root, 4, False)
         left = {info.step: str(info.state) for info in list_checkpoints(root)}
-        print(json.dumps({"code": code, "committed": is_committed, "step": step, "same": is_same, "left": left}), flush=True)
+        print(
+            json.dumps({"code": code, "committed": is_committed, "step": step, "same": is_same, "left": left}),
+            flush=True,
+        )
         if code != 77:
             return
 
