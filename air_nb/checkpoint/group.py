@@ -204,8 +204,8 @@ class Ranks:
 
     def _lost(self, phase: str, error: RuntimeError) -> CheckpointError:
         return CheckpointError(
-            f"rank {self.rank} ({socket.gethostname()}) could not {phase} together with the others within "
-            f"{self._timeout.total_seconds():g} s: {error}. A rank has died, hangs, or does something else"
+            f"rank {self.rank} ({socket.gethostname()}) could not {phase} together with the others (time limit "
+            f"{self._timeout.total_seconds():g} s): {error}. A rank has died, hangs, or does something else"
         )
 
     def _values(self, phase: str, outcomes: Sequence[_Outcome[_T]], error: Exception | None) -> list[_T]:

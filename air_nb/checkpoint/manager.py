@@ -334,8 +334,10 @@ class CheckpointManager:
         if found.left_out:
             self._say(f"not restored, as the manager was not given it: {', '.join(found.left_out)}")
         if ranks.world_size > found.world_size:
-            new = f"ranks {found.world_size} to {ranks.world_size - 1}"
-            self._say(f"{new} were not there: their random numbers are derived from those of rank 0")
+            self._say(
+                f"it was saved by {found.world_size} of the {ranks.world_size} ranks: the random numbers of the others "
+                "are derived from those of rank 0"
+            )
 
     def wait(self) -> None:
         """Wait until the save in flight, if any, is committed. Collective: every rank calls.

@@ -1,14 +1,18 @@
 """Loader workers: how many, what they ignore, whether their memory suffices, and what is said when one dies.
 
 They are torch's own, subprocesses of the rank. They ignore the signals that a terminal or a batch system sends to the
-whole process group, which are meant for the rank; the rank ends them.
+whole process group, which are meant for the rank; the rank ends them, and they end when it dies.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import select
 import shutil
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,11 +46,28 @@ class WorkerStart:
     then: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
-        """Ignore the signals that are meant for the rank."""
+        """Ignore the signals that are meant for the rank, and end with it."""
+        threading.Thread(target=_end_with_the_rank, name="air_nb lifeline", daemon=True).start()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.then is not None:
             self.then(worker)
+
+
+def _end_with_the_rank() -> None:
+    """Wait for the rank to die, and die.
+
+    torch's worker only looks, between batches, whether its parent is another one: one that is stuck in a file never
+    does, and one from a forkserver has a parent that lives as long as it does.
+    """
+    rank = multiprocessing.parent_process()
+    if rank is None or rank.pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError):  # it has died already
+        death = select.poll()  # select() has no descriptors above 1023
+        death.register(os.pidfd_open(rank.pid), select.POLLIN)
+        death.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def default_num_workers(dataset: Any) -> int:

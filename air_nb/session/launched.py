@@ -296,8 +296,9 @@ class _LaunchedRun:
 
 
 def _absolute(resume: str) -> str:
-    """A rank may change its directory before it makes its manager."""
+    """A rank may change its directory before it makes its manager. A bare name is one in the manager's root."""
     is_path = resume not in {"auto", "must", "never"} and "://" not in resume
+    is_path = is_path and ("/" in resume or Path(resume).exists())
     return str(Path(resume).expanduser().absolute()) if is_path else resume
 
 

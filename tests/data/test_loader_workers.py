@@ -172,6 +172,39 @@ def test_python_ends_while_persistent_workers_live(ending, tmp_path):
     assert done.stderr.count("Traceback") == (ending == "1 / 0"), done.stderr
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_loader_workers_die_with_their_rank_even_in_the_middle_of_an_item(method, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\n"
+        "from air_nb.data import DataLoader\n"
+        "class Stuck:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index):\n"
+        "        if index > 1: time.sleep(600)\n"
+        "        return os.getpid()\n"
+        "if __name__ == '__main__':\n"
+        f"    loader = DataLoader(Stuck(), num_workers=2, multiprocessing_context='{method}')\n"
+        "    batches = iter(loader)\n"
+        "    print(int(next(batches)), int(next(batches)), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        pids = [int(pid) for pid in rank.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        rank.kill()
+        assert eventually(lambda: not any(map(_lives, pids)), timeout_s=10)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_batches_that_do_not_fit_into_shared_memory_are_foretold(monkeypatch):
     monkeypatch.setattr(workers, "_free_shm_bytes", lambda: 1 << 20)
     rows: Any = [torch.zeros(1 << 16) for _ in range(4)]
