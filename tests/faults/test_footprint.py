@@ -321,7 +321,8 @@ def test_a_new_kernel_closes_and_prunes_what_others_left(tmp_path: Path):
 
 def _check_tidied(kernel: TaggedKernel, record: Path) -> None:
     threads = "[t.name for t in __import__('threading').enumerate() if t.name == 'air_nb-prepare']"
-    assert eventually(lambda: len(list((home() / "runs").iterdir())) <= 51, 15)
+    # Made here: what other tests left for a tracking server that was down is kept, however much it is.
+    assert eventually(lambda: len(list((home() / "runs").glob("20200101-*-abcdef12"))) <= 51, 15)
     assert eventually(lambda: json.loads(record.read_text())["state"] == "KILLED")
     assert eventually(lambda: kernel.value(threads) == "[]")
 
