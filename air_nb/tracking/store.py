@@ -6,6 +6,7 @@ Runs in the tracking process, on the thread of the run. Every call to MLflow goe
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,9 @@ _QUIET = {"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"}
 # What is meant for the user's own process.
 _NOT_OURS = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_ACTIVE_MODEL_ID")
 _CONNECT_ATTEMPTS = 2  # of MLflow's 10, which take it a minute and a half
+
+
+_preparing = threading.Lock()
 
 
 class StoreError(Exception):
@@ -119,7 +123,8 @@ class Store:
         from mlflow import MlflowClient
 
         if self._is_database:
-            self._prepare_database()
+            with _preparing:
+                self._prepare_database()
         return MlflowClient(self._request.tracking_uri, registry_uri=self._request.registry_uri)
 
     @property
@@ -127,7 +132,11 @@ class Store:
         return is_database(self._request.tracking_uri) and not self._request.tracking_uri.startswith("file:")
 
     def _prepare_database(self) -> None:
-        """Make the tables if there are none, one process at a time; and the default experiment."""
+        """Make the tables if there are none, one process at a time; and the default experiment.
+
+        MLflow's lock is one between processes; its migrations keep their state in globals. Two threads at once would
+        leave a database that is half made for ever ("no such column: metrics.is_nan").
+        """
         from mlflow.store.db import utils
 
         utils.MAX_RETRY_COUNT = _CONNECT_ATTEMPTS
