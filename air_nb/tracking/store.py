@@ -122,10 +122,10 @@ class Store:
     def _connect(self) -> MlflowClient:
         from mlflow import MlflowClient
 
-        if self._is_database:
-            with _preparing:
+        with _preparing:
+            if self._is_database:
                 self._prepare_database()
-        return MlflowClient(self._request.tracking_uri, registry_uri=self._request.registry_uri)
+            return MlflowClient(self._request.tracking_uri, registry_uri=self._request.registry_uri)
 
     @property
     def _is_database(self) -> bool:
@@ -134,8 +134,8 @@ class Store:
     def _prepare_database(self) -> None:
         """Make the tables if there are none, one process at a time; and the default experiment.
 
-        MLflow's lock is one between processes; its migrations keep their state in globals. Two threads at once would
-        leave a database that is half made for ever ("no such column: metrics.is_nan").
+        MLflow's migrations keep their state in globals, and its registry makes the tables without MLflow's own lock:
+        two threads at once can leave a database that is half made for ever ("no such column: metrics.is_nan").
         """
         from mlflow.store.db import utils
 
