@@ -134,8 +134,8 @@ class Store:
     def _prepare_database(self) -> None:
         """Make the tables if there are none, one process at a time; and the default experiment.
 
-        MLflow's migrations keep their state in globals, and its registry makes the tables without MLflow's own lock:
-        two threads at once can leave a database that is half made for ever ("no such column: metrics.is_nan").
+        MLflow's own lock is one for each database, but its migrations keep their state in globals: two databases that
+        were made at once by two threads stayed half made for ever ("no such column: metrics.is_nan").
         """
         from mlflow.store.db import utils
 
