@@ -21,7 +21,7 @@ from air_nb.protocol.task import PAYLOAD_FILE
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import home, is_network_path, node_local, private_directory
 
-__all__ = ["RECORD_FILE", "RunDirectory", "RunRecord", "all_runs", "find_run", "make_run_name"]
+__all__ = ["RECORD_FILE", "RunDirectory", "RunRecord", "all_runs", "find_run", "locate", "make_run_name"]
 
 RECORD_FILE = "run.json"
 _STOP_FILE = "stop"
@@ -193,6 +193,11 @@ class RunDirectory:
 
 def _process(values: dict[str, int] | None) -> ProcessId | None:
     return ProcessId(**values) if values else None
+
+
+def locate(path: Path) -> RunDirectory:
+    """The directory of a run, also after the kernel has moved it home from the node-local directory."""
+    return RunDirectory(path if path.exists() else home() / "runs" / path.name)
 
 
 def all_runs() -> list[tuple[RunDirectory, RunRecord]]:

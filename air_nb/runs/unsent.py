@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from air_nb.protocol.tracking import REQUEST_FILE, TRACKED_FILE, TrackedRun, TrackedState
-
-if TYPE_CHECKING:
-    from air_nb.runs.directory import RunDirectory
+from air_nb.runs.directory import RunDirectory, locate
 
 __all__ = ["is_tracked", "is_unsent", "read_tracked"]
 
 
-def read_tracked(directory: RunDirectory) -> TrackedRun | None:
-    """The MLflow run of a run; None if it is not tracked, or nothing has come of it yet."""
+def read_tracked(path: Path) -> TrackedRun | None:
+    """The MLflow run of a run as far as it has got; None if it is not tracked, or nobody has looked after it yet.
+
+    Args:
+        path: Run directory, where it was at first.
+    """
     with suppress(OSError, ValueError):
-        return TrackedRun.decode((directory.path / TRACKED_FILE).read_text())
+        return TrackedRun.decode((locate(path).path / TRACKED_FILE).read_text())
     return None
 
 
@@ -27,5 +29,5 @@ def is_tracked(directory: RunDirectory) -> bool:
 
 def is_unsent(directory: RunDirectory) -> bool:
     """Whether there is something that MLflow does not know yet."""
-    tracked = read_tracked(directory)
+    tracked = read_tracked(directory.path)
     return is_tracked(directory) and (tracked is None or tracked.state != TrackedState.ENDED)

@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from air_nb.protocol.tracking import REQUEST_FILE, TRACKED_FILE, TrackedRun, TrackedState
+from air_nb.runs.directory import locate
 from air_nb.session.mlflow_state import has_mlflow, is_switched_off, rank_variables
 from air_nb.tracking.jupyter_server import find_jupyter_server
 from air_nb.tracking.links import run_page
-from air_nb.tracking.tracked_file import locate
 
 if TYPE_CHECKING:
     from air_nb.options import RunOptions

@@ -57,7 +57,7 @@ def _is_left(directory: RunDirectory, record: RunRecord) -> bool:
 
     Not what a server has not answered to: that is sent when the user says so.
     """
-    tracked = read_tracked(directory)
+    tracked = read_tracked(directory.path)
     if tracked is None or (tracked.state == TrackedState.PENDING and tracked.problem is None):
         return is_tracked(directory) and (record.kernel is None or not record.kernel.is_alive())
     return tracked.state == TrackedState.OPEN

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from air_nb.runs.directory import locate
 from air_nb.tracking.causes import one_line
 from air_nb.tracking.mlflow_run import MlflowRun
 from air_nb.tracking.store import StoreError
-from air_nb.tracking.tracked_file import TrackedFile, locate
+from air_nb.tracking.tracked_file import TrackedFile
 
 __all__ = ["Artifacts", "copy_capped"]
 

@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from air_nb.protocol.tracking import TRACKED_FILE, TrackedRun, TrackedState
+from air_nb.runs.directory import locate
 from air_nb.runs.forked import abandon_in_children
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import home
+from air_nb.runs.unsent import read_tracked
 from air_nb.tracking.messages import TRACKING_VERSION, Begin, End, Finish, Finished, Message, Ready, decode, encode
-from air_nb.tracking.tracked_file import locate, read_request, read_tracked
+from air_nb.tracking.tracked_file import read_request
 
 __all__ = ["TrackingClient"]
 

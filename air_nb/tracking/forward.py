@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from air_nb.protocol.tracking import spool_name
+from air_nb.runs.directory import locate
 from air_nb.tracking import spool
 from air_nb.tracking.artifacts import Artifacts
 from air_nb.tracking.causes import one_line
 from air_nb.tracking.mlflow_run import MlflowRun
 from air_nb.tracking.spool import SpoolEntry
 from air_nb.tracking.store import StoreError
-from air_nb.tracking.tracked_file import TrackedFile, locate
+from air_nb.tracking.tracked_file import TrackedFile
 
 __all__ = ["Batch", "Forwarder", "batches", "send"]
 

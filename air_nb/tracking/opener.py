@@ -18,7 +18,6 @@ import signal
 import socketserver
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -26,10 +25,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from air_nb.protocol.tracking import REQUEST_FILE, TRACKED_FILE, TrackedRun
+from air_nb.protocol.tracking import TrackedRun
 from air_nb.runs.directory import RunDirectory, RunRecord, find_run
 from air_nb.runs.liveness import ProcessId, call_when_gone
 from air_nb.runs.paths import home_path
+from air_nb.runs.unsent import is_tracked, read_tracked
 from air_nb.tracking.links import UI_COMMAND, is_database, page_of, run_page
 from air_nb.tracking.ui import MlflowServer
 
@@ -108,7 +108,7 @@ class Opener:
                 f"the last 30 days are kept, in {home_path()}. "
                 f"What it logged is still in MLflow: `{UI_COMMAND}` in a notebook shows it.",
             )
-        tracked = _read_tracked(directory)
+        tracked = read_tracked(directory.path)
         if tracked is None or page_of(tracked) is None:
             return _not_tracked(directory, record, tracked)
         if not is_database(tracked.tracking_uri):
@@ -161,14 +161,8 @@ class Opener:
 _ELSEWHERE = f"`{UI_COMMAND}` in the notebook starts MLflow from the kernel instead."
 
 
-def _read_tracked(directory: RunDirectory) -> TrackedRun | None:
-    with suppress(OSError, ValueError):
-        return TrackedRun.decode((directory.path / TRACKED_FILE).read_text(encoding="utf-8"))
-    return None
-
-
 def _not_tracked(directory: RunDirectory, record: RunRecord, tracked: TrackedRun | None) -> Reply:
-    if not (directory.path / REQUEST_FILE).exists():
+    if not is_tracked(directory):
         return Reply(
             HTTPStatus.NOT_FOUND,
             f"Run {record.name} is not tracked",

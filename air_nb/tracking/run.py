@@ -13,9 +13,9 @@ import traceback
 from pathlib import Path
 
 from air_nb.protocol.tracking import TrackedState
+from air_nb.runs.directory import locate
 from air_nb.tracking.sender import BusyError, Sender
 from air_nb.tracking.store import StoreError
-from air_nb.tracking.tracked_file import locate
 
 __all__ = ["FollowedRun", "finish_run"]
 

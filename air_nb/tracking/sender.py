@@ -11,7 +11,7 @@ from pathlib import Path
 
 from air_nb.protocol.tracking import TrackedState
 from air_nb.runs.checkpoints import committed_checkpoints
-from air_nb.runs.directory import RunRecord
+from air_nb.runs.directory import RunRecord, locate
 from air_nb.tracking.artifacts import Artifacts
 from air_nb.tracking.facts import ending, git_state, git_values
 from air_nb.tracking.forward import Forwarder
@@ -19,7 +19,7 @@ from air_nb.tracking.mlflow_run import MlflowRun
 from air_nb.tracking.opening import open_run
 from air_nb.tracking.store import Store
 from air_nb.tracking.system_metrics import SystemMetrics
-from air_nb.tracking.tracked_file import TrackedFile, locate, read_request
+from air_nb.tracking.tracked_file import TrackedFile, read_request
 
 __all__ = ["BusyError", "Sender"]
 

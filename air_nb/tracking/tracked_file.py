@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from air_nb.protocol.tracking import REQUEST_FILE, TRACKED_FILE, TrackedRun, TrackedState, TrackingRequest
-from air_nb.runs.directory import RunDirectory
-from air_nb.runs.paths import home
+from air_nb.runs.directory import locate
+from air_nb.runs.unsent import read_tracked
 
-__all__ = ["TrackedFile", "locate", "read_request", "read_tracked"]
+__all__ = ["TrackedFile", "read_request"]
 
 _MAX_REFUSED = 20
-
-
-def locate(path: Path) -> RunDirectory:
-    """The directory of a run, also after the kernel has moved it home from the node-local directory."""
-    return RunDirectory(path if path.exists() else home() / "runs" / path.name)
 
 
 def read_request(path: Path) -> TrackingRequest:
@@ -30,13 +24,6 @@ def read_request(path: Path) -> TrackingRequest:
         OSError, ValueError: The run is not tracked, or by another version.
     """
     return TrackingRequest.decode((locate(path).path / REQUEST_FILE).read_text())
-
-
-def read_tracked(path: Path) -> TrackedRun | None:
-    """The MLflow run as far as it has got; None if nobody has looked after it yet."""
-    with suppress(OSError, ValueError):
-        return TrackedRun.decode((locate(path).path / TRACKED_FILE).read_text())
-    return None
 
 
 class TrackedFile:

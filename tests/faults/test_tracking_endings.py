@@ -377,7 +377,7 @@ def test_a_cell_that_was_over_before_its_server_has_not_answered_is_warned_of_in
         cell = tracked_kernel.ok(f"%%distributed --nproc 1 --name {name}\npass", _PATIENCE_S)
         assert cell.stream("stderr") == ""
         directory, record = find_run(name)
-        assert eventually(lambda: (read_tracked(directory) or _UNKNOWN).problem is not None, _PATIENCE_S)
+        assert eventually(lambda: (read_tracked(directory.path) or _UNKNOWN).problem is not None, _PATIENCE_S)
         text = tracked_kernel.ok("%%distributed --nproc 1\npass", _PATIENCE_S).stream("stderr")
         assert culprit.uri in text
         assert f"run {name} " in text

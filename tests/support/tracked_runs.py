@@ -10,10 +10,10 @@ from typing import Any
 
 from air_nb.protocol.messages import RunState
 from air_nb.protocol.tracking import REQUEST_FILE, TrackedRun, TrackedState, TrackingRequest, spool_name
-from air_nb.runs.directory import RunDirectory, RunRecord
+from air_nb.runs.directory import RunDirectory, RunRecord, locate
 from air_nb.runs.liveness import ProcessId
+from air_nb.runs.unsent import read_tracked
 from air_nb.tracking.spool import SpoolEntry
-from air_nb.tracking.tracked_file import locate, read_tracked
 
 __all__ = ["LaunchedRun", "tracking_environment"]
 

@@ -6,9 +6,9 @@ import pytest
 
 from air_nb.protocol.tracking import REQUEST_FILE, TrackedState, TrackingRequest
 from air_nb.runs.directory import RunDirectory
+from air_nb.runs.unsent import read_tracked
 from air_nb.tracking import client as client_module
 from air_nb.tracking.client import TrackingClient
-from air_nb.tracking.tracked_file import read_tracked
 from tests.support.wait import eventually
 
 _PATIENCE_S = 60.0

@@ -10,10 +10,12 @@ import requests
 from urllib3.exceptions import MaxRetryError, NewConnectionError, ResponseError
 
 from air_nb.protocol.tracking import TrackedState, TrackingRequest
+from air_nb.runs.directory import locate
+from air_nb.runs.unsent import read_tracked
 from air_nb.tracking.causes import cause, is_passing, mask_passwords, one_line
 from air_nb.tracking.messages import Begin, End, Finish, Finished, Message, Ready, decode, encode
 from air_nb.tracking.store import use_environment
-from air_nb.tracking.tracked_file import TrackedFile, locate, read_tracked
+from air_nb.tracking.tracked_file import TrackedFile
 
 _REQUEST = TrackingRequest("calm-otter-41", "http://server")
 
