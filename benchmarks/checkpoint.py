@@ -10,11 +10,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.fresh import in_fresh_process
+from benchmarks.fresh import Taken, in_fresh_process
 from benchmarks.measure import OURS
 from benchmarks.report import Report, Settings
 from tests.support.ranks import forkserver_with_torch, run_ranks
@@ -36,16 +35,6 @@ _BACK_END = "dcp with our back end"
 _MEMORY = "copy in memory"
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """One value that a rank measured."""
-
-    what: str
-    tool: str
-    value: float
-    unit: str
-
-
 def run(settings: Settings) -> Report:
     """Measure one process, and two ranks with DistributedDataParallel."""
     report = Report("checkpoint", baselines=(_DCP, _TORCH, _COPY))
@@ -63,7 +52,7 @@ def run(settings: Settings) -> Report:
     return report
 
 
-def _add(report: Report, n_ranks: int, by_rank: Sequence[tuple[float, list[_Taken]]], repeat: int) -> None:
+def _add(report: Report, n_ranks: int, by_rank: Sequence[tuple[float, list[Taken]]], repeat: int) -> None:
     """Add what the slowest rank measured."""
     size_mb = by_rank[0][0]
     case = f"{'one process' if n_ranks == 1 else f'{n_ranks} ranks, DDP'}, {size_mb:.0f} MB of model and Adam"
@@ -152,7 +141,7 @@ class _Training:
         return time.perf_counter() - started
 
 
-def _measure(directory: Path, layers: int, times: int, backwards: bool) -> tuple[float, list[_Taken]]:  # noqa: FBT001
+def _measure(directory: Path, layers: int, times: int, backwards: bool) -> tuple[float, list[Taken]]:  # noqa: FBT001
     """What this rank measured, and the size of what was saved in MB (10^6 bytes)."""
     training = _Training(directory, layers)
     size_mb = sum(tensor.nbytes for tensor in training.tensors()) / 1e6
@@ -171,17 +160,17 @@ def _medians(
     *,
     unit: str = "s",
     backwards: bool,
-) -> list[_Taken]:
+) -> list[Taken]:
     """Each tool's median, the tools taking turns."""
     found: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(times):
         for name in reversed(actions) if backwards else actions:
             found[name].append(actions[name]() * (1000 if unit == "ms" else 1))
             training.barrier()
-    return [_Taken(what, name, statistics.median(values), unit) for name, values in found.items()]
+    return [Taken(what, name, statistics.median(values), unit) for name, values in found.items()]
 
 
-def _saves(training: _Training, times: int, *, backwards: bool) -> list[_Taken]:
+def _saves(training: _Training, times: int, *, backwards: bool) -> list[Taken]:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -255,7 +244,7 @@ def _copy(source: Path, target: Path) -> None:
             os.fsync(written.fileno())
 
 
-def _stalls(training: _Training, times: int, *, backwards: bool) -> list[_Taken]:
+def _stalls(training: _Training, times: int, *, backwards: bool) -> list[Taken]:
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -293,16 +282,16 @@ def _stalls(training: _Training, times: int, *, backwards: bool) -> list[_Taken]
     def in_memory() -> float:
         return training.timed(lambda: [b.copy_(t) for b, t in zip(buffers, training.tensors(), strict=True)])
 
-    first = _Taken("stall of the first asynchronous save", OURS, ours() * 1000, "ms")
+    first = Taken("stall of the first asynchronous save", OURS, ours() * 1000, "ms")
     in_memory()
     committed.clear()
     actions = {OURS: ours, _DCP: theirs, _TORCH: unsynced, _MEMORY: in_memory}
     taken = _medians(training, "stall of an asynchronous save", actions, times, unit="ms", backwards=backwards)
     manager.close()
-    return [*taken, first, _Taken("asynchronous save, until committed", OURS, statistics.median(committed), "s")]
+    return [*taken, first, Taken("asynchronous save, until committed", OURS, statistics.median(committed), "s")]
 
 
-def _hashing(training: _Training, times: int) -> list[_Taken]:
+def _hashing(training: _Training, times: int) -> list[Taken]:
     """Of all bytes, by one thread."""
     from air_nb.checkpoint.manifest import Digest
 
@@ -317,7 +306,7 @@ def _hashing(training: _Training, times: int) -> list[_Taken]:
     return _medians(training, "hashing all of it", actions, times, unit="ms", backwards=False)
 
 
-def _restores(training: _Training, times: int, *, backwards: bool) -> list[_Taken]:
+def _restores(training: _Training, times: int, *, backwards: bool) -> list[Taken]:
     """From the page cache; ours and our back end check every byte."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter

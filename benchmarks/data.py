@@ -13,13 +13,12 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.fresh import in_fresh_process
+from benchmarks.fresh import Taken, in_fresh_process
 from benchmarks.measure import OURS
 from benchmarks.report import Report, Settings
 from tests.support.object_store import fuse_mount, s3_server, why_no_mount
@@ -42,16 +41,6 @@ _FROM_CACHE = "a later epoch, from the cache"
 _UNSEEDED = ", seed_examples=False"
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """One value that was measured in a process of its own."""
-
-    what: str
-    tool: str
-    value: float
-    unit: str
-
-
 def run(settings: Settings) -> Report:
     """Measure all cases."""
     report = Report("data", baselines=(_TORCH, *_PEERS.values()))
@@ -64,7 +53,7 @@ def run(settings: Settings) -> Report:
     return report
 
 
-def _add(report: Report, case: str, taken: Iterable[_Taken], repeat: int) -> None:
+def _add(report: Report, case: str, taken: Iterable[Taken], repeat: int) -> None:
     for one in taken:
         report.add(case, one.what, one.tool, one.value, one.unit, repeat=repeat)
 
@@ -117,21 +106,21 @@ def _speeds(loader: Any, n_files: int, epochs: int) -> Iterator[float]:
         yield n_files / taken_s
 
 
-def _epochs(tool: str, loader: Any, n_files: int, *, cached: bool = False) -> list[_Taken]:
+def _epochs(tool: str, loader: Any, n_files: int, *, cached: bool = False) -> list[Taken]:
     first, *later = _speeds(loader, n_files, _EPOCHS)
     whats = ("first epoch, filling the cache", _FROM_CACHE) if cached else ("first epoch", _LATER)
     values = (first, statistics.median(later))
-    return [_Taken(what, tool, value, "files/s") for what, value in zip(whats, values, strict=True)]
+    return [Taken(what, tool, value, "files/s") for what, value in zip(whats, values, strict=True)]
 
 
-def _with_torch(directory: Path, workers: int) -> list[_Taken]:
+def _with_torch(directory: Path, workers: int) -> list[Taken]:
     from torch.utils.data import DataLoader
 
     dataset: Any = _Paths(directory)
     return _epochs(_TORCH, DataLoader(dataset, shuffle=True, **_options(workers)), len(dataset))
 
 
-def _with_ours(directory: Path, cache: Path | None, workers: int, seeded: bool) -> list[_Taken]:  # noqa: FBT001
+def _with_ours(directory: Path, cache: Path | None, workers: int, seeded: bool) -> list[Taken]:  # noqa: FBT001
     from air_nb.data import DataLoader, FileDataset
     from air_nb.data.cache import Cache
 
@@ -139,7 +128,7 @@ def _with_ours(directory: Path, cache: Path | None, workers: int, seeded: bool) 
     loader = DataLoader(dataset, seed_examples=seeded, **_options(workers))
     with contextlib.redirect_stderr(io.StringIO()):  # how far the downloads are
         taken = _epochs(OURS, loader, len(dataset), cached=cache is not None)
-    return taken if seeded else [_Taken(one.what + _UNSEEDED, one.tool, one.value, one.unit) for one in taken]
+    return taken if seeded else [Taken(one.what + _UNSEEDED, one.tool, one.value, one.unit) for one in taken]
 
 
 # ----------------------------------------------------------------------------------------------------- local files
@@ -157,7 +146,7 @@ def _local(report: Report, settings: Settings, kib: int, n_files: int) -> None:
                 _add(report, case, _one_round(home, peers, workers, repeat), repeat)
 
 
-def _one_round(home: Path, peers: Sequence[str], workers: int, repeat: int) -> list[_Taken]:
+def _one_round(home: Path, peers: Sequence[str], workers: int, repeat: int) -> list[Taken]:
     files = home / "files"
     jobs: list[tuple[Any, ...]] = [(_with_torch, files, workers)]
     for seeded in (True, False):
@@ -168,7 +157,7 @@ def _one_round(home: Path, peers: Sequence[str], workers: int, repeat: int) -> l
     return list(_side_by_side([one for of_job in by_job for one in of_job]))
 
 
-def _side_by_side(taken: Sequence[_Taken]) -> Iterator[_Taken]:
+def _side_by_side(taken: Sequence[Taken]) -> Iterator[Taken]:
     """Torch has one way to do what we do in several: its values beside each of ours."""
     ours = {one.what for one in taken if one.tool == OURS}
     for one in taken:
@@ -176,7 +165,7 @@ def _side_by_side(taken: Sequence[_Taken]) -> Iterator[_Taken]:
             yield one
         for what in sorted(ours) if one.tool == _TORCH else ():
             if what.startswith(one.what):
-                yield _Taken(what, one.tool, one.value, one.unit)
+                yield Taken(what, one.tool, one.value, one.unit)
 
 
 # ------------------------------------------------------------------------------------------------------------ peers
@@ -220,7 +209,7 @@ def _read(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
-def _with_peer(module: str, source: Path, workers: int) -> list[_Taken]:
+def _with_peer(module: str, source: Path, workers: int) -> list[Taken]:
     from torch.utils.data import DataLoader
 
     n_files = len(list((source.parent / "files").iterdir()))
@@ -291,7 +280,7 @@ def _hits(report: Report, settings: Settings) -> None:
             _add(report, "one file of the cache", taken, repeat)
 
 
-def _time_hits(home: Path, times: int) -> list[_Taken]:
+def _time_hits(home: Path, times: int) -> list[Taken]:
     from air_nb.data import FileDataset
     from air_nb.data.cache import Cache
 
@@ -324,7 +313,7 @@ def _time_hits(home: Path, times: int) -> list[_Taken]:
         started = time.perf_counter()
         for _ in range(times):
             action()
-        taken.append(_Taken(what, tool, (time.perf_counter() - started) / times / len(entries) * 1e6, "us"))
+        taken.append(Taken(what, tool, (time.perf_counter() - started) / times / len(entries) * 1e6, "us"))
     return taken
 
 
@@ -349,7 +338,7 @@ def _resume(report: Report, settings: Settings) -> None:
         _add(report, case, in_fresh_process(_time_resume), repeat)
 
 
-def _time_resume() -> list[_Taken]:
+def _time_resume() -> list[Taken]:
     from torch.utils.data import DataLoader
 
     from air_nb.data import DataLoader as OurDataLoader
@@ -362,10 +351,10 @@ def _time_resume() -> list[_Taken]:
         started = time.perf_counter()
         loader.load_state_dict(state)
         next(iter(loader))
-        taken.append(_Taken(f"first batch at position {position:,}", OURS, time.perf_counter() - started, "s"))
+        taken.append(Taken(f"first batch at position {position:,}", OURS, time.perf_counter() - started, "s"))
         assert loader.state_dict()["position"] == position + _BATCH
     # torch has no state: going on, one goes through all that came before. This is its first batch at the start.
     started = time.perf_counter()
     next(iter(DataLoader(numbers, _BATCH, shuffle=True)))
-    taken.append(_Taken("first batch at position 0", _TORCH, time.perf_counter() - started, "s"))
+    taken.append(Taken("first batch at position 0", _TORCH, time.perf_counter() - started, "s"))
     return taken

@@ -5,9 +5,27 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["in_fresh_process"]
+__all__ = ["Taken", "in_fresh_process"]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One value that was measured there.
+
+    Attributes:
+        what: What was measured.
+        tool: Of which tool.
+        value: The value.
+        unit: Its unit.
+    """
+
+    what: str
+    tool: str
+    value: float
+    unit: str
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ from air_nb.checkpoint.stage import stages_directory
 from air_nb.checkpoint.store import open_store
 from tests.support.object_store import S3Server, fuse_mount, s3_server, why_no_mount
 from tests.support.ranks import run_ranks
+from tests.support.stores import race_to_create
 from tests.support.wait import eventually
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.slow]
@@ -114,21 +114,7 @@ def test_files_are_written_read_listed_and_deleted(root, tmp_path):
 
 def test_create_is_exclusive(root):
     store = open_store(root)
-    start, won = threading.Barrier(6), []
-
-    def create(number: int) -> None:
-        start.wait()
-        try:
-            store.create("COMMIT", b"%d" % number)
-        except FileExistsError:
-            return
-        won.append(number)
-
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    won = race_to_create(store, "COMMIT", 6)
     assert len(won) == 1
     assert store.read("COMMIT") == b"%d" % won[0]
     with pytest.raises(FileExistsError):

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
 import uuid
 
@@ -18,6 +17,7 @@ from air_nb.checkpoint import store as store_module
 from air_nb.checkpoint.store import DirectoryStore, open_store
 from air_nb.data.fetch import Retries
 from air_nb.errors import CheckpointError
+from tests.support.stores import race_to_create
 
 
 @pytest.fixture(params=["directory", "memory", "local fsspec"])
@@ -106,21 +106,7 @@ def test_create_works_where_fsspec_knows_no_mode_or_says_so_in_other_words(monke
 
 def test_of_many_that_create_the_same_file_one_wins(tmp_path):
     store = open_store(tmp_path)
-    start, won = threading.Barrier(8), []
-
-    def create(number: int) -> None:
-        start.wait()
-        try:
-            store.create("COMMIT", b"%d" % number)
-        except FileExistsError:
-            return
-        won.append(number)
-
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    won = race_to_create(store, "COMMIT", 8)
     assert len(won) == 1
     assert store.read("COMMIT") == b"%d" % won[0]
     assert list(store.list()) == ["COMMIT"]
