@@ -16,6 +16,8 @@ import psutil
 import pytest
 import zmq
 
+from tests.support.tracked_runs import end_launched_runs
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -68,6 +70,7 @@ def leaves_nothing_behind(test_environment: Path) -> Iterator[None]:
     """
     before = _Footprint.take(test_environment)
     yield
+    end_launched_runs()
     deadline = time.monotonic() + _GRACE_S
     while (leaks := _leaks(before, _Footprint.take(test_environment))) and time.monotonic() < deadline:
         gc.collect()

@@ -283,7 +283,12 @@ def test_an_interrupt_before_any_rank_was_started_leaves_no_run(tmp_path):
 
 # ------------------------------------------------------------------------------------------------- what servers do
 
-_LOGS = "import mlflow\nfor step in range(100):\n    mlflow.log_metric('loss', step, step=step)\nprint('logged')"
+# Each rank its own values: MLflow keeps one of two metrics that agree in key, millisecond, step and value.
+_LOGS = """\
+import mlflow
+for step in range(100):
+    mlflow.log_metric('loss', step + get_rank() / 2, step=step)
+print('logged')"""
 
 
 @pytest.fixture

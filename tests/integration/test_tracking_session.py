@@ -248,10 +248,10 @@ def test_the_next_cell_finds_the_run_complete(notebook):
         120,
     )
     found = notebook.value(
-        "[(r.info.status, r.data.metrics) for r in mlflow.search_runs(experiment_names=['A study'], "
+        "[(r.info.status, sorted(r.data.metrics.items())) for r in mlflow.search_runs(experiment_names=['A study'], "
         "filter_string=\"attributes.run_name = 'found'\", output_format='list')]"
     )
-    assert found == "[('FINISHED', {'m0': 299.0, 'm1': 299.0})]"
+    assert found == "[('FINISHED', [('m0', 299.0), ('m1', 299.0)])]"
 
 
 def test_the_decorator_is_tracked_likewise(notebook):

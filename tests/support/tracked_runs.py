@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -15,16 +16,25 @@ from air_nb.runs.liveness import ProcessId
 from air_nb.runs.unsent import read_tracked
 from air_nb.tracking.spool import SpoolEntry
 
-__all__ = ["LaunchedRun", "tracking_environment"]
+__all__ = ["LaunchedRun", "end_launched_runs", "tracking_environment"]
 
 _PATIENCE_S = 60.0
 EXPERIMENT = "an experiment"
+_launched: list[RunDirectory] = []  # since the last end_launched_runs
 
 
 def tracking_environment(**more: str) -> dict[str, str]:
     """What a kernel would send along: this process's environment, without what belongs to the tests."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return {**kept, "MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING": "false", **more}
+
+
+def end_launched_runs() -> None:
+    """Close the records that a test has left open: as the test process lives on, they would be live runs until its end."""
+    for directory in _launched:
+        with contextlib.suppress(FileNotFoundError):
+            locate(directory.path).close_record(state=RunState.KILLED, ended_at=time.time())
+    _launched.clear()
 
 
 class LaunchedRun:
@@ -46,6 +56,7 @@ class LaunchedRun:
         directory.write_record(
             RunRecord(self.run_id, "calm-otter-41", RunState.RUNNING, time.time(), nproc, "cpu", kernel=owner)
         )
+        _launched.append(directory)
         directory.write_private("cell.py", "print('hello')\n")
         fields = {"experiment_name": EXPERIMENT, "params": {"air_nb.device": "cpu"}, **request}
         directory.write_private(REQUEST_FILE, TrackingRequest("calm-otter-41", uri, cwd=str(cwd), **fields).encode())
