@@ -16,7 +16,7 @@ from air_nb.data.cache import Cache, CacheMetrics
 from air_nb.data.files import is_behind_network, resolve_root
 from air_nb.data.leases import Lease, LeasedPath
 from air_nb.data.listing import list_for_all_ranks, rank_and_world_size
-from air_nb.data.manifest import Manifest
+from air_nb.data.manifest import Entry, Manifest
 from air_nb.data.order import Order
 from air_nb.data.progress import FetchProgress
 from air_nb.errors import DataError
@@ -43,6 +43,7 @@ class _Files:
         self._storage_options = dict(storage_options or {})
         self._manifest: Manifest | None = None
         self._progress: FetchProgress | None = None
+        self._shown_misses = 0
         # A rank that has no process group yet waits for it, so that one rank can list for all. Others list now: errors
         # appear where the mistake is, and forked loader workers find the manifest made.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or rank_and_world_size()[1] > 1:
@@ -74,20 +75,30 @@ class _Files:
             DataError: The file can't be fetched, or ``decode`` failed; the message names it.
         """
         entry = self.manifest[index]
-        lease = self.cache.lease(entry, storage_options=self._storage_options) if self.cache is not None else None
-        if self.cache is not None and get_worker_info() is None:
-            self.show_progress(self.cache.metrics())
-        path = entry.url if lease is None else lease.path
+        if self.cache is None:
+            return self._decoded(index, entry, entry.url), None
         if self.decode is None:
-            return path, lease
+            lease = self.cache.lease(entry, storage_options=self._storage_options)
+            self._show_downloads()
+            return lease.path, lease
+        with self.cache.reading(entry, storage_options=self._storage_options) as path:
+            self._show_downloads()
+            return self._decoded(index, entry, path), None
+
+    def _decoded(self, index: int, entry: Entry, path: str) -> Any:
+        if self.decode is None:
+            return path
         try:
-            return self.decode(path), None
+            return self.decode(path)
         except Exception as error:  # the user's function; the file's name must not get lost
             msg = f"decoding {entry.url} (item {index}, read from {path}) failed: {type(error).__name__}: {error}"
             raise DataError(msg) from error
-        finally:
-            if lease is not None:
-                lease.release()
+
+    def _show_downloads(self) -> None:
+        """Tell how far they are, in the main process: those of loader workers are told by their parent."""
+        if self.cache is not None and self.cache.misses != self._shown_misses and get_worker_info() is None:
+            self._shown_misses = self.cache.misses
+            self.show_progress(self.cache.metrics())
 
     def metrics(self) -> CacheMetrics:
         """What the cache did for this dataset in this process."""

@@ -2,6 +2,9 @@
 
 Before an example is read, Python's, numpy's and torch's global generators are seeded from the seed of the training, the
 epoch and the example. What augmentation draws then depends on nothing else, and nothing has to be saved.
+
+Seeding takes about as long as reading a small file. So it begins with the first batch in which anything draws, which is
+read again; `GeneratorStates` tells.
 """
 
 from __future__ import annotations
@@ -9,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-__all__ = ["kept_generators", "seed_example"]
+__all__ = ["GeneratorStates", "seed_example"]
 
 
 def seed_example(seed: int, epoch: int, item: int, number: int = 0) -> None:
@@ -35,13 +38,37 @@ def seed_example(seed: int, epoch: int, item: int, number: int = 0) -> None:
     torch.default_generator.manual_seed(for_torch)
 
 
-@contextmanager
-def kept_generators() -> Iterator[None]:
-    """Put the global generators back afterwards: in the main process they belong to the model."""
-    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(torch_)
+@dataclass(frozen=True, slots=True)
+class GeneratorStates:
+    """The states of the global generators at one moment.
+
+    Attributes:
+        python: Of ``random``.
+        numpy: Of ``numpy.random``.
+        torch: Of torch's default generator, on the CPU.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: torch.Tensor
+
+    @classmethod
+    def now(cls) -> Self:
+        """Take them."""
+        return cls(random.getstate(), np.random.get_state(), torch.default_generator.get_state())  # type: ignore[arg-type]  # noqa: NPY002
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+        torch.default_generator.set_state(self.torch)
+
+    def is_now(self) -> bool:
+        """Whether nothing has drawn or seeded since, by any of the three."""
+        now = GeneratorStates.now()
+        return (
+            self.python == now.python
+            and bool((self.numpy[1] == now.numpy[1]).all())
+            and self.numpy[2:] == now.numpy[2:]
+            and torch.equal(self.torch, now.torch)
+        )

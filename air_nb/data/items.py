@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import default_collate, default_convert, get_worker_info
 
 from air_nb.data.cache import CacheMetrics
-from air_nb.data.example_rng import kept_generators, seed_example
+from air_nb.data.example_rng import GeneratorStates, seed_example
 from air_nb.data.leases import Lease
 from air_nb.errors import DataError
 
@@ -149,10 +149,8 @@ class Reader:
     on_error: OnError
     collate: Collate
 
-    def read(self, item: int, epoch: int) -> tuple[Any, Lease | None]:
+    def read(self, item: int) -> tuple[Any, Lease | None]:
         """Read one item."""
-        if self.seed_examples:
-            seed_example(self.seed, epoch, item)
         fetch = getattr(self.dataset, "fetch", None)
         if fetch is None:
             return self.dataset[item], None
@@ -189,10 +187,17 @@ class Reader:
         metrics = self.dataset.metrics() if getattr(self.dataset, "cache", None) is not None else None
         return metrics if isinstance(metrics, CacheMetrics) else None
 
-    def own_generators(self) -> Any:
-        """A context for reading: in the main process the global generators are put back after it."""
-        in_main = get_worker_info() is None
-        return kept_generators() if in_main and self.seed_examples else nullcontext()
+    @contextmanager
+    def own_generators(self) -> Iterator[None]:
+        """For reading with seeds: in the main process the global generators, the model's, are put back after it."""
+        if get_worker_info() is not None or not self.seed_examples:
+            yield
+            return
+        before = GeneratorStates.now()
+        try:
+            yield
+        finally:
+            before.restore()
 
 
 class ItemSource(torch.utils.data.Dataset[Delivery]):
@@ -201,12 +206,35 @@ class ItemSource(torch.utils.data.Dataset[Delivery]):
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._told: CacheMetrics | None = None
+        self._something_draws = False
+        self._at_rest: GeneratorStates | None = None  # in a loader worker, where nobody else draws between batches
 
     def __getitems__(self, work: Work) -> Delivery:
         """Read a batch; torch calls this with what the batch sampler yielded, whatever that is."""
-        with self._reader.own_generators():
-            batch, notes = _Batch(self._reader, work).read()
+        if self._reader.seed_examples:
+            batch, notes = self._read_reproducibly(work)
+        else:
+            batch, notes = _Batch(self._reader, work, seeded=False).read()
         return Delivery(batch, replace(notes, cache=self._cache_news()))
+
+    def _read_reproducibly(self, work: Work) -> Delivery:
+        """Read a batch with seeds, or without as long as nothing has ever drawn: that comes to the same."""
+        if not self._something_draws:
+            before = self._at_rest or GeneratorStates.now()
+            self._at_rest = before if get_worker_info() is not None else None
+            try:
+                delivery = _Batch(self._reader, work, seeded=False).read()
+            except Exception:
+                if before.is_now():
+                    raise
+            else:
+                if before.is_now():
+                    return delivery
+                release(delivery.notes.leases)
+            before.restore()
+            self._something_draws, self._at_rest = True, None
+        with self._reader.own_generators():
+            return _Batch(self._reader, work, seeded=True).read()
 
     def _cache_news(self) -> CacheMetrics | None:
         metrics = self._reader.cache_metrics()
@@ -221,9 +249,10 @@ class ItemSource(torch.utils.data.Dataset[Delivery]):
 class _Batch:
     """One batch while it is being read."""
 
-    def __init__(self, reader: Reader, work: Work) -> None:
+    def __init__(self, reader: Reader, work: Work, *, seeded: bool) -> None:
         self._reader = reader
         self._work = work
+        self._seeded = seeded
         self._rows: list[Any] = []
         self._valid: list[bool] = []
         self._leases: list[Lease] = []
@@ -253,7 +282,7 @@ class _Batch:
     def _read_together(self) -> bool:
         """Let the data set read the whole batch, if it can and examples have no seeds of their own."""
         getitems = getattr(self._reader.dataset, "__getitems__", None)
-        if getitems is None or self._reader.seed_examples or hasattr(self._reader.dataset, "fetch"):
+        if getitems is None or self._seeded or hasattr(self._reader.dataset, "fetch"):
             return False
         try:
             rows = list(getitems([*self._work.items, *self._work.fillers]))
@@ -268,7 +297,7 @@ class _Batch:
         if self._fatal:
             return
         try:
-            value, lease = self._reader.attempt(lambda: self._reader.read(item, self._work.epoch))
+            value, lease = self._reader.attempt(lambda: self._read(item))
         except Exception as error:  # noqa: BLE001  # the border to the user's code; the parent reports it
             if valid or self._reader.on_error is not OnError.SKIP:  # a filler is some other rank's to report
                 self._failures.append(self._reader.failure(item, error))
@@ -277,6 +306,11 @@ class _Batch:
         self._valid.append(valid)
         if lease is not None:
             self._leases.append(lease)
+
+    def _read(self, item: int) -> tuple[Any, Lease | None]:
+        if self._seeded:
+            seed_example(self._reader.seed, self._work.epoch, item)
+        return self._reader.read(item)
 
     def _fill(self) -> None:
         """Make up for rows that could not be read: all ranks take equally many steps."""

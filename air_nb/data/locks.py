@@ -11,7 +11,7 @@ from pathlib import Path
 
 from air_nb.errors import DataError
 
-__all__ = ["lock_directory", "lock_file", "try_lock"]
+__all__ = ["lock_directory", "lock_file", "try_lock", "wait_for_lock"]
 
 _FIRST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.02
@@ -30,7 +30,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 @contextlib.contextmanager
-def lock_directory(path: str, *, shared: bool = False, timeout_s: float) -> Iterator[None]:
+def lock_directory(path: str, *, timeout_s: float) -> Iterator[None]:
     """Hold the lock of a directory.
 
     Raises:
@@ -39,7 +39,7 @@ def lock_directory(path: str, *, shared: bool = False, timeout_s: float) -> Iter
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _wait(descriptor, path, shared=shared, timeout_s=timeout_s)
+        wait_for_lock(descriptor, path, timeout_s=timeout_s)
         yield
     finally:
         os.close(descriptor)
@@ -55,7 +55,7 @@ def lock_file(path: str, *, timeout_s: float) -> Iterator[None]:
     while True:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _wait(descriptor, path, shared=False, timeout_s=timeout_s)
+            wait_for_lock(descriptor, path, timeout_s=timeout_s)
             if not _is_at(descriptor, path):  # the holder before us has deleted it: a lock on nothing
                 continue
             try:
@@ -74,7 +74,12 @@ def _is_at(descriptor: int, path: str) -> bool:
         return False
 
 
-def _wait(descriptor: int, path: str, *, shared: bool, timeout_s: float) -> None:
+def wait_for_lock(descriptor: int, path: str, *, shared: bool = False, timeout_s: float) -> None:
+    """Lock an open file or directory when others have given it up.
+
+    Raises:
+        DataError: They kept it for all that time.
+    """
     poll_s = _FIRST_POLL_S
     deadline = time.monotonic() + timeout_s
     while not try_lock(descriptor, shared=shared):

@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 __all__ = ["Entry", "Manifest", "join"]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One file.
+class Entry(NamedTuple):
+    """One file. A named tuple, because one is made for every item that is read.
 
     Attributes:
         url: Where it is: a path of this machine, or a URL that fsspec knows.

@@ -4,7 +4,7 @@
 
     <cache>/                     its lock: whoever changes the ledger, evicts, sweeps, or makes a directory of leases
         ledger                   bytes of the objects, bytes promised to downloads; exact again after each scan
-        objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links = in use
+        objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links, or locked = in use
         paths/<aa>/<key>/<path>  the same files by their own names: what users get
         incoming/<key>.<bytes>   downloads: space is theirs before the first byte
         locks/<key>              held while its file is downloaded
@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from air_nb.data.leases import LEASES, sweep_leases
-from air_nb.data.locks import lock_directory, try_lock
+from air_nb.data.locks import lock_directory, try_lock, wait_for_lock
 from air_nb.errors import DataError
 
 __all__ = ["Limits", "Space"]
@@ -124,9 +124,26 @@ class Space:
         """Directory of the file under its own name."""
         return f"{self.directory}/paths/{key[:2]}/{key}"
 
-    def lock_stripe(self, key: str, *, shared: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Keep the files of this key's directory from being evicted, or (not shared) from being leased. For moments."""
-        return lock_directory(f"{self.directory}/objects/{key[:2]}", shared=shared, timeout_s=_LOCK_TIMEOUT_S)
+    def hold(self, path: str) -> int | None:
+        """Keep a file from being evicted until the returned descriptor is closed.
+
+        Returns:
+            None if it is not there.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            if not try_lock(descriptor, shared=True):
+                wait_for_lock(descriptor, path, shared=True, timeout_s=_LOCK_TIMEOUT_S)
+            if os.fstat(descriptor).st_nlink >= _OWN_LINKS:  # not evicted before it was locked
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
 
     # -- space for a download ----------------------------------------------------------------------------------------
 
@@ -196,8 +213,14 @@ class Space:
         Returns:
             How many were deleted; 0 if none can.
         """
-        with self._lock():
-            return self._evict(size_bytes, self._scan())
+        started_at = time.monotonic()
+        for poll_s in _polls_s():
+            with self._lock():
+                evicted, busy_bytes = self._evict(size_bytes, self._scan())
+            if evicted or not busy_bytes or time.monotonic() - started_at > self.limits.patience_s:
+                return evicted
+            time.sleep(poll_s)
+        raise AssertionError(size_bytes)  # the polls never end
 
     def discard(self, key: str) -> None:
         """Delete one object, whoever uses it: it is not what it should be. The caller holds the lock of its key."""
@@ -259,27 +282,43 @@ class Space:
         room = self._room(*self._read())
         missing = room.missing(size_bytes)
         too_large = room.max_bytes is not None and size_bytes > room.max_bytes
-        evicted = 0 if missing <= 0 or too_large else self._evict(missing, files)
+        evicted, busy_bytes = (0, 0) if missing <= 0 or too_large else self._evict(missing, files)
         in_use = sum(file.size_bytes for file in files if file.links > _OWN_LINKS)
-        return replace(self._room(*self._read()), in_use=in_use), evicted
+        return replace(self._room(*self._read()), in_use=in_use + busy_bytes), evicted
 
-    def _evict(self, size_bytes: int, files: list[_Stored]) -> int:
-        """Evict files of so many bytes, and of a little more if that takes no file too many."""
-        count = 0
+    def _evict(self, size_bytes: int, files: list[_Stored]) -> tuple[int, int]:
+        """Evict files of so many bytes, and of a little more if that takes no file too many.
+
+        Returns:
+            Number of evicted files, and bytes of those that could go but for somebody who reads them now.
+        """
+        count = busy_bytes = 0
         stored, incoming = self._read()
         spare = int(_SLACK * stored)
         for file in sorted(files, key=lambda file: file.used_at_ns):
             if size_bytes <= 0 and size_bytes + spare < file.size_bytes:
                 break
-            with self.lock_stripe(file.key, shared=False):
-                if Path(self.object_path(file.key)).stat().st_nlink > _OWN_LINKS:
-                    continue
-                self._delete(file.key)
+            if file.links > _OWN_LINKS:
+                continue
+            if not self._delete_unused(file.key):
+                busy_bytes += file.size_bytes
+                continue
             size_bytes -= file.size_bytes
             stored -= file.size_bytes
             count += 1
         self._write(stored, incoming)
-        return count
+        return count, busy_bytes
+
+    def _delete_unused(self, key: str) -> bool:
+        """Delete an object unless somebody reads or leases it: not waited for, it may be this very thread."""
+        descriptor = os.open(self.object_path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if not try_lock(descriptor) or os.fstat(descriptor).st_nlink > _OWN_LINKS:
+                return False
+            self._delete(key)
+            return True
+        finally:
+            os.close(descriptor)
 
     def _delete(self, key: str) -> None:
         # An object without a name is found by the next scan, a name without an object is not: so in this order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,13 @@ def _kept(cache: Cache) -> set[str]:
 
 def _leases(cache: Cache) -> list[Path]:
     return [path for path in Path(cache.directory, "leases").rglob("*") if path.is_file()]
+
+
+def _grow_older(cache: Cache) -> None:
+    """Let a minute pass: times of use are not kept more precisely than to ten seconds."""
+    for kept in Path(cache.directory, "objects").glob("*/*"):
+        status = kept.stat()
+        os.utime(kept, (status.st_atime - 60, status.st_mtime))
 
 
 def test_a_file_is_copied_once_and_keeps_its_name(make_cache, entries):
@@ -98,7 +105,7 @@ def test_what_was_not_used_for_longest_goes_first(make_cache, entries):
     cache = make_cache(max_bytes=3 * _SIZE)
     for index in (0, 1, 2, 0, 3):
         cache.lease(entries[index]).release()
-        time.sleep(0.01)
+        _grow_older(cache)
     assert _kept(cache) == {Path(entries[index].path).name for index in (0, 2, 3)}
     assert cache.metrics().evictions == 1
 
@@ -116,6 +123,65 @@ def test_a_file_in_use_is_not_evicted_and_its_space_is_waited_for(make_cache, en
     assert Path(held[0].path).exists()
     assert not Path(held[1].path).exists()
     assert disk_bytes(Path(cache.directory)) == 3 * _SIZE
+
+
+def test_a_file_that_is_read_is_not_evicted_and_its_space_is_waited_for(make_cache, entries):
+    cache, other = make_cache(max_bytes=_SIZE), make_cache(max_bytes=_SIZE)
+    cache.lease(entries[0]).release()
+    with cache.reading(entries[0]) as path:
+        with pytest.raises(DataError, match="1,000 bytes are cached, 1,000 of them in use"):
+            other.lease(entries[1])
+        with pytest.raises(DataError), cache.reading(entries[1]):  # by who reads it, too
+            pass
+        assert Path(path).read_bytes() == content(entries[0].path, _SIZE)
+    with other.reading(entries[1]) as path:  # it has to be fetched
+        with pytest.raises(DataError):
+            cache.lease(entries[0])
+        assert Path(path).read_bytes() == content(entries[1].path, _SIZE)
+    cache.lease(entries[0])
+    assert not Path(path).exists()
+
+
+def test_an_eviction_waits_for_a_reader_that_ends(make_cache, entries):
+    cache = make_cache(max_bytes=_SIZE, patience_s=60)
+    cache.lease(entries[0]).release()
+    with cache.reading(entries[0]):
+        thread = threading.Thread(target=lambda: cache.lease(entries[1]), name="evictor")
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(30)
+    assert _kept(cache) == {Path(entries[1].path).name}
+
+
+def test_a_full_disk_waits_for_a_reader_too(make_cache, entries):
+    cache = make_cache(patience_s=0.1)
+    cache.lease(entries[0]).release()
+    with cache.reading(entries[0]):
+        assert cache._space.evict(1) == 0
+    assert cache._space.evict(1) == 1
+
+
+@pytest.mark.parametrize("damage", [_cut, Path.unlink])
+def test_a_damaged_copy_is_not_read(make_cache, entries, damage):
+    cache = make_cache()
+    damage(Path(cache.lease(entries[0]).path))
+    with cache.reading(entries[0]) as path:
+        assert Path(path).read_bytes() == content(entries[0].path, _SIZE)
+    assert cache.metrics().hits == 0
+
+
+def test_reading_leaves_no_descriptor_open(make_cache, entries):
+    cache = make_cache()
+
+    def open_files() -> int:
+        for entry in entries:
+            with pytest.raises(ZeroDivisionError), cache.reading(entry):
+                raise ZeroDivisionError
+        return sum(cache.directory in os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
+
+    assert open_files() == 1  # the directory of the process's leases
+    assert open_files() == 1
 
 
 def test_two_leases_of_one_file_end_one_by_one(make_cache, entries):

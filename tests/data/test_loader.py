@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -626,16 +626,78 @@ class Together(Broken):
         return [self[index] for index in indices]
 
 
-def test_a_data_set_reads_whole_batches_if_examples_have_no_seeds_of_their_own():
+def test_a_data_set_that_draws_nothing_reads_whole_batches():
     dataset = Together(5, set())
     dataset.reads = []
     assert _items(DataLoader(dataset, 2, num_workers=0)) == list(range(5))
-    assert dataset.reads == []
-    assert _items(DataLoader(dataset, 2, num_workers=0, seed_examples=False)) == list(range(5))
     assert dataset.reads == [[0, 1], [2, 3], [4]]
     dataset.bad = {3}
     with pytest.raises(DataError, match="item 3: OSError"):
-        list(DataLoader(dataset, 2, num_workers=0, seed_examples=False))
+        list(DataLoader(dataset, 2, num_workers=0))
+
+
+class DrawsLate:
+    """Draws for some items only, by one of the generators."""
+
+    def __init__(self, draw: Callable[[], float], drawing: set[int]) -> None:
+        self.draw = draw
+        self.drawing = drawing
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.reads.append(index)
+        return index, self.draw() if index in self.drawing else 0.0
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: float(torch.rand(()))], ids=["python", "numpy", "torch"]
+)
+def test_examples_that_draw_late_draw_what_they_draw_on_any_grid(draw):
+    def numbers(drawing: set[int], batch_size: int) -> dict[int, float]:
+        loader = DataLoader(DrawsLate(draw, drawing), batch_size, num_workers=0, seed=4)
+        rows = [row for items, drawn in loader for row in zip(items.tolist(), drawn.tolist(), strict=True)]
+        return dict(rows)
+
+    always = numbers(set(range(12)), 4)
+    for batch_size in (1, 3, 5):
+        late = numbers({7, 10}, batch_size)
+        assert {item: late[item] for item in (7, 10)} == {item: always[item] for item in (7, 10)}
+
+
+def test_only_the_first_batch_that_draws_is_read_twice():
+    dataset = DrawsLate(random.random, {5, 9})
+    list(DataLoader(dataset, 3, num_workers=0))
+    assert dataset.reads == [0, 1, 2, 3, 4, 5, 3, 4, 5, *range(6, 12)]
+
+
+def test_a_draw_of_collate_fn_is_noticed():
+    def collate(rows: list[tuple[int, float]]) -> tuple[int, float]:
+        return rows[0][0], random.random()
+
+    def drawn() -> list[tuple[int, float]]:
+        return list(DataLoader(DrawsLate(random.random, set()), 4, num_workers=0, collate_fn=collate))
+
+    first = drawn()
+    random.seed(123)
+    assert drawn() == first
+
+
+def test_an_error_after_a_draw_is_that_of_the_seeded_example():
+    class Fails(DrawsLate):
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            raise ValueError(str(random.random()))
+
+    def message() -> str:
+        with pytest.raises(DataError) as caught:
+            list(DataLoader(Fails(random.random, set()), 2, num_workers=0))
+        return str(caught.value).splitlines()[0]
+
+    first = message()
+    random.seed(5)
+    assert message() == first
 
 
 def test_subsets_are_read_example_by_example_so_that_each_has_its_own_seed():
