@@ -34,6 +34,9 @@ _PEERS = {"webdataset": "webdataset", "litdata": "litdata", "streaming": "mosaic
 _BATCH = 32
 _EPOCHS = 5  # the first one, and those of which the median is the second one
 _WIDTH = 1024
+_IMAGES = "JPEG images of 640 x 480"
+_IMAGE_SIZE = (640, 480)
+_JPEG = b"\xff\xd8"
 _SHARDS = 4
 _WORKERS = (0, 2)
 _LATER = "a later epoch"
@@ -45,8 +48,10 @@ def run(settings: Settings) -> Report:
     """Measure all cases."""
     report = Report("data", baselines=(_TORCH, *_PEERS.values()))
     with forkserver_with_torch():
-        for kib, n_files in ((128, 100),) if settings.quick else ((16, 2000), (128, 1000)):
-            _local(report, settings, kib, n_files)
+        for kind, n_files in (("128 KiB", 100),) if settings.quick else (("16 KiB", 2000), ("128 KiB", 1000)):
+            _local(report, settings, kind, n_files)
+        if importlib.util.find_spec("PIL") is not None:
+            _local(report, settings, _IMAGES, 60 if settings.quick else 400)
         _mounted(report, settings, 40 if settings.quick else 300)
         _hits(report, settings)
         _resume(report, settings)
@@ -67,10 +72,28 @@ def _write_files(directory: Path, n_files: int, size_bytes: int) -> None:
 # ------------------------------------------------------------------------------------- in a process of their own
 
 
+def _write_images(directory: Path, n_files: int) -> None:
+    """Photograph-like: a few colours that blend into each other, and noise; 40 to 50 KiB each."""
+    import numpy as np
+    from PIL import Image
+
+    directory.mkdir()
+    draw = np.random.default_rng(0)
+    for number in range(n_files):
+        colours = Image.fromarray(draw.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize(_IMAGE_SIZE)
+        noisy = np.asarray(colours, dtype=np.int16) + draw.integers(-9, 10, (*_IMAGE_SIZE[::-1], 3), dtype=np.int16)
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(directory / f"{number:06}.jpg", quality=85)
+
+
 def _tensor_of(content: bytes) -> torch.Tensor:
-    """Decode an example: some of its bytes' means, float32 [1024]."""
+    """Decode an example: some of its bytes' means, float32 [1024]; of an image uint8 [height, width, 3]."""
     import torch
 
+    if content.startswith(_JPEG):
+        import numpy as np
+        from PIL import Image
+
+        return torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB")))
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, _WIDTH).float().mean(0)
 
 
@@ -134,15 +157,18 @@ def _with_ours(directory: Path, cache: Path | None, workers: int, seeded: bool) 
 # ----------------------------------------------------------------------------------------------------- local files
 
 
-def _local(report: Report, settings: Settings, kib: int, n_files: int) -> None:
+def _local(report: Report, settings: Settings, kind: str, n_files: int) -> None:
     """Everything is in the page cache, so what is measured is what the loaders do."""
     with tempfile.TemporaryDirectory(prefix="air_nb_bench_") as directory:
         home = Path(directory)
-        _write_files(home / "files", n_files, kib * 1024)
+        if kind == _IMAGES:
+            _write_images(home / "files", n_files)
+        else:
+            _write_files(home / "files", n_files, int(kind.split(maxsplit=1)[0]) * 1024)
         peers = list(_prepared_peers(home))
         for repeat in settings.rounds:
             for workers in _WORKERS:
-                case = f"{n_files} local files of {kib} KiB, {workers} loader workers"
+                case = f"{n_files} local {kind if kind == _IMAGES else f'files of {kind}'}, {workers} loader workers"
                 _add(report, case, _one_round(home, peers, workers, repeat), repeat)
 
 
