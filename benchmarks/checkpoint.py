@@ -34,6 +34,11 @@ _COPY = "copy and fsync"
 _BACK_END = "dcp with our back end"
 _MEMORY = "copy in memory"
 
+_STALL = "stall of an asynchronous save"
+_FIRST_STALL = "stall of the first asynchronous save, in steps()"
+_UNPREPARED_STALL = "stall of the first asynchronous save, by hand"
+_STEP_S = 0.3  # of a training's, while the memory for copies is made ready
+
 
 def run(settings: Settings) -> Report:
     """Measure one process, and two ranks with DistributedDataParallel."""
@@ -73,7 +78,7 @@ def _add(report: Report, n_ranks: int, by_rank: Sequence[tuple[float, list[Taken
         "MB/s",
         repeat=repeat,
     )
-    for what in ("stall of an asynchronous save", "stall of the first asynchronous save"):
+    for what in (_STALL, _FIRST_STALL, _UNPREPARED_STALL):
         share = found[what, OURS, "ms"] / 10 / whole
         report.add(case, f"{what}, of a synchronous one", OURS, share, "%", repeat=repeat)
 
@@ -110,10 +115,10 @@ class _Training:
         self._number += 1
         return self.directory / f"{name}_{self._number}"
 
-    def manager(self, root: Path, *, asynchronous: bool = True) -> CheckpointManager:
+    def manager(self, root: Path, **options: Any) -> CheckpointManager:
         from air_nb.checkpoint import CheckpointManager
 
-        return CheckpointManager(root, model=self.model, optimizer=self.optimizer, keep=100, asynchronous=asynchronous)
+        return CheckpointManager(root, model=self.model, optimizer=self.optimizer, keep=100, **options)
 
     def state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -249,6 +254,7 @@ def _stalls(training: _Training, times: int, *, backwards: bool) -> list[Taken]:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import async_save
 
+    first_ms = _first_stall_s(training) * 1000
     manager = training.manager(training.directory / "root")
     steps = iter(range(2000, 3000))
     buffers = [torch.empty_like(tensor) for tensor in training.tensors()]
@@ -282,13 +288,28 @@ def _stalls(training: _Training, times: int, *, backwards: bool) -> list[Taken]:
     def in_memory() -> float:
         return training.timed(lambda: [b.copy_(t) for b, t in zip(buffers, training.tensors(), strict=True)])
 
-    first = Taken("stall of the first asynchronous save", OURS, ours() * 1000, "ms")
+    first = [Taken(_FIRST_STALL, OURS, first_ms, "ms"), Taken(_UNPREPARED_STALL, OURS, ours() * 1000, "ms")]
     in_memory()
     committed.clear()
     actions = {OURS: ours, _DCP: theirs, _TORCH: unsynced, _MEMORY: in_memory}
-    taken = _medians(training, "stall of an asynchronous save", actions, times, unit="ms", backwards=backwards)
+    taken = _medians(training, _STALL, actions, times, unit="ms", backwards=backwards)
     manager.close()
-    return [*taken, first, Taken("asynchronous save, until committed", OURS, statistics.median(committed), "s")]
+    return [*taken, *first, Taken("asynchronous save, until committed", OURS, statistics.median(committed), "s")]
+
+
+def _first_stall_s(training: _Training) -> float:
+    """Of a loop that saves at its third step."""
+    from air_nb.data import DataLoader
+
+    root = training.fresh("first")
+    with training.manager(root, data=DataLoader(range(1000)), every=3) as manager:
+        steps = manager.steps()
+        for _ in range(3):
+            next(steps)
+            time.sleep(_STEP_S)
+        stall_s = training.timed(lambda: next(steps))
+    _remove(training, root)
+    return stall_s
 
 
 def _hashing(training: _Training, times: int) -> list[Taken]:

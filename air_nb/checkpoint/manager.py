@@ -68,7 +68,8 @@ class CheckpointManager:
             saving costs), or None: only at the end and when stopped.
         mtbf_s: Mean time between failures of the whole job, for ``"auto"``.
         keep: How many checkpoints stay; never fewer than 2.
-        asynchronous: Save in a thread, from a copy in host memory (as large as model and optimizer on this rank).
+        asynchronous: Save in a thread, from a copy in host memory (as large as model and optimizer on this rank; if
+            ``steps`` saves, it is taken after the first step).
         resume: What ``steps`` and ``restore`` go on with: ``"auto"``, ``"must"`` (an error if there is none),
             ``"never"``, or the path of one checkpoint. AIR_NB_RESUME, which ``--resume`` sets, is stronger.
         on_event: Called on rank 0 with each ``CheckpointEvent``, in the thread where it happens.
@@ -112,6 +113,7 @@ class CheckpointManager:
         self._timeout_s = timeout_s
         self._connection: tuple[Ranks, Saver] | None = None
         self._has_restored = False
+        self._is_prepared = False
         self._rng: restore.RngState | None = None  # to be set again once the loader has begun
         self._step = 0
         self._epochs_done = 0
@@ -205,6 +207,14 @@ class CheckpointManager:
             self._stop(verdict.stop, stop)
         if verdict.save:
             self.save(self._step)
+        elif not self._is_prepared:
+            self._prepare(saver)
+
+    def _prepare(self, saver: Saver) -> None:
+        """Let the memory for copies be there before the first save: after a step, when the optimizer has its state."""
+        self._is_prepared = True
+        if self._asynchronous and self._schedule.is_regular:
+            saver.prepare(self._training.tensors())
 
     def _stop(self, reason: StopReason, request: StopRequest) -> None:
         """Save, if there is time, and end the loop as the signal would have done."""

@@ -115,6 +115,10 @@ class Saver:
         """Remember what is in the root: what appears later and is not ours is another manager's. Rank 0 only."""
         self._neighbours.watch()
 
+    def prepare(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Get the memory for a copy of these, in a thread: the first save in the background then stalls no longer."""
+        self._copy.prepare(live)
+
     def save(
         self,
         step: int,
@@ -170,7 +174,7 @@ class Saver:
     def close(self) -> None:
         """Let go of the group and of the memory of the copies."""
         self._ranks.close()
-        self._copy = tensors.HostCopy()
+        self._copy.close()
 
     def _run(self, job: _Job) -> None:
         try:

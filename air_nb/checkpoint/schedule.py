@@ -79,6 +79,11 @@ class Schedule:
         """Time between two saves; None if time does not count."""
         return self._interval_s
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether it ever says that a save is due."""
+        return self._every != Every()
+
     def due_by_step(self, step: int) -> bool:
         """Whether the number of steps says so: the same answer on every rank."""
         return self._every.steps is not None and step % self._every.steps == 0

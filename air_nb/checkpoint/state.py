@@ -7,6 +7,7 @@ a rank is saved by that rank.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,9 +135,8 @@ class TrainingState:
             snapshot.own[_DATA] = freeze(data, _DATA)
         for name, model in self._models.items():
             state = get_model_state_dict(model)
-            tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-            snapshot.tensors.update({f"{name}.{key}": value for key, value in tensors.items()})
-            others = {key: value for key, value in state.items() if key not in tensors}
+            snapshot.tensors.update(_model_tensors(name, state))
+            others = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
             snapshot.shared[name] = freeze(others, name)
         for name, optimizer in self._optimizers.items():
             snapshot.shared[name] = optimizer.collect(snapshot.tensors)
@@ -145,6 +145,16 @@ class TrainingState:
         for name, extra in self._extras.items():
             snapshot.own[name] = freeze(extra.state_dict(), name)
         return snapshot
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live tensors, as in ``collect``, which is collective; it also says what can't be saved."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, model in self._models.items():
+            tensors |= _model_tensors(name, get_model_state_dict(model))
+        for optimizer in self._optimizers.values():
+            with contextlib.suppress(TypeError):
+                optimizer.collect(tensors)
+        return tensors
 
     def targets(self, saved: Saved) -> dict[str, Target]:
         """What is to be loaded, if the checkpoint is of this training.
@@ -217,6 +227,10 @@ class TrainingState:
             scheduler.load_state_dict(thaw(saved.shared[name]))
         for name, extra in self._extras.items():
             extra.load_state_dict(thaw(saved.own[name]))
+
+
+def _model_tensors(name: str, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _add_model_targets(name: str, model: nn.Module, saved: Saved, targets: dict[str, Target]) -> list[str]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.tensor import DTensor
 
 from air_nb.checkpoint.group import Ranks
+from air_nb.checkpoint.host_copy import HostCopy, local_part
 from air_nb.checkpoint.storage import VolumeReader, VolumeWriter
 
 if TYPE_CHECKING:
@@ -25,39 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["HostCopy", "Target", "is_sharded", "local_part", "read", "write"]
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank has, sharing its memory."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether ranks have parts of it; else each has all of it."""
     return isinstance(tensor, DTensor)
-
-
-class HostCopy:
-    """Copies on the CPU, in memory that is used again by the next save."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def copy(self, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy this rank's parts; those of the copy before are overwritten."""
-        locals_ = {name: local_part(tensor) for name, tensor in live.items()}
-        self._buffers = {name: self._buffer(name, local) for name, local in locals_.items()}
-        with torch.no_grad():
-            for name, local in locals_.items():
-                self._buffers[name].copy_(local, non_blocking=True)
-        for device in {local.device for local in locals_.values() if local.is_cuda}:
-            torch.cuda.synchronize(device)
-        return dict(self._buffers)
-
-    def _buffer(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        known = self._buffers.get(name)
-        if known is not None and known.shape == local.shape and known.dtype == local.dtype:
-            return known
-        # Pinned memory makes the copy from a GPU as fast as the bus is.
-        return torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
 
 
 class _Saved(DefaultSavePlanner):

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -349,6 +350,48 @@ def test_metrics_of_a_save_tell_stall_from_duration(root):
     assert report is not None
     assert 0 < report.stall_s < report.seconds
     assert report.size_bytes > 4_000_000
+
+
+@pytest.mark.parametrize(
+    "options, prepared",
+    [
+        ({"every": 5}, True),
+        ({"every": "1h"}, True),
+        ({"every": 5, "asynchronous": False}, False),
+        ({}, False),
+    ],
+)
+def test_memory_for_copies_is_there_after_one_step_if_they_will_be_made(root, options, prepared):
+    model = nn.Linear(4000, 1000)
+    optimizer = torch.optim.Adam(model.parameters())
+    process = psutil.Process()
+    grown = {}
+    with CheckpointManager(root, model=model, optimizer=optimizer, data=DataLoader(range(4)), **options) as manager:
+        for step, _ in manager.steps():
+            for thread in threading.enumerate():
+                if thread.name == "air_nb-host-memory":
+                    thread.join(60)
+            grown[step] = process.memory_info().rss
+            if step == 0:
+                model(torch.ones(2, 4000)).sum().backward()
+                optimizer.step()
+                grown[0] = process.memory_info().rss
+            if step == 2:
+                break
+    assert (grown[2] - grown[0] > 0.8 * 48e6) == prepared
+
+
+def test_preparing_never_makes_a_training_fail(root):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight]["odd"] = object()  # which no save takes
+    with CheckpointManager(root, model=model, optimizer=optimizer, data=DataLoader(range(4)), every=3) as manager:
+        steps = manager.steps()
+        assert [next(steps)[0] for _ in range(3)] == [0, 1, 2]
+        with pytest.raises(CheckpointError, match="odd"):
+            next(steps)
 
 
 def test_an_event_handler_that_fails_fails_no_save(root, caplog):
