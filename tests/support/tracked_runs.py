@@ -30,7 +30,7 @@ def tracking_environment(**more: str) -> dict[str, str]:
 
 
 def end_launched_runs() -> None:
-    """Close the records that a test has left open: as the test process lives on, they would be live runs until its end."""
+    """Close the records that a test has left open: they would be live for as long as the test process is."""
     for directory in _launched:
         with contextlib.suppress(FileNotFoundError):
             locate(directory.path).close_record(state=RunState.KILLED, ended_at=time.time())

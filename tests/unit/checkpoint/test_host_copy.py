@@ -189,7 +189,7 @@ def test_without_memory_to_prepare_the_copy_says_so(host, monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_copy.mmap, "mmap", refuse)
+        patch.setattr("air_nb.checkpoint.host_copy.mmap.mmap", refuse)
         host.prepare(filled(1))
         join_preparation()
         with pytest.raises(OSError, match="Cannot allocate"):
@@ -210,7 +210,7 @@ def test_an_error_in_a_thread_of_the_copy_is_raised(host, monkeypatch):
             failed.set()
             raise OSError("bad page")
 
-    monkeypatch.setattr(host_copy.np, "copyto", fail)
+    monkeypatch.setattr("air_nb.checkpoint.host_copy.np.copyto", fail)
     try:
         with pytest.raises(OSError, match="bad page"):
             host.copy(filled(1))
