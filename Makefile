@@ -11,6 +11,7 @@ TEST_WORKERS ?= 2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+LABEXTENSION := $(wildcard hatch_build.py jupyter-config/labextension/* air_nb/sidebar/static/*)
 
 .PHONY: help quickstart test lint lab clean
 .DEFAULT_GOAL := help
@@ -28,7 +29,7 @@ help:
 	  rm -rf .venv; exit 1; }
 	@touch $@
 
-.venv/.notebooks: .venv/.made pyproject.toml constraints.txt
+.venv/.notebooks: .venv/.made pyproject.toml constraints.txt $(LABEXTENSION)
 	@echo "Installing air_nb and what its notebooks need into .venv (the first time: minutes, PyTorch is large)"
 	@$(PIP) 'pip>=25.1' # the first pip that reads dependency groups
 	@$(PIP) --editable . --group notebooks

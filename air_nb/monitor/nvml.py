@@ -15,6 +15,7 @@ import psutil
 import pynvml
 
 from air_nb.monitor.sample import DriverState, GpuProcess, GpuReport, GpuSample, GpuState, utc_now
+from air_nb.monitor.throttle import throttle_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,6 +89,8 @@ def _read_fields(handle: Any, known: GpuSample) -> GpuSample:
         temperature_celsius=_told(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
         power_watts=_watts(_told(pynvml.nvmlDeviceGetPowerUsage, handle)),
         power_limit_watts=_watts(_told(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)),
+        clock_sm_mhz=_told(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        throttle_reasons=_read_throttle_reasons(handle),
         mig=None if mig_mode is None else mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         processes=_read_processes(handle),
     )
@@ -97,6 +100,14 @@ def _read_memory(handle: Any) -> Any:
     """Version 2 of the call leaves the driver's reserve out of `used`; drivers before 510 only have version 1."""
     memory = _told(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     return memory if memory is not None else _told(pynvml.nvmlDeviceGetMemoryInfo, handle)
+
+
+def _read_throttle_reasons(handle: Any) -> tuple[str, ...] | None:
+    """Drivers before 535 know the call by its first name only, which pynvml is to lose with CUDA 14."""
+    bits = _told(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+    if bits is None and (older := getattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None)):
+        bits = _told(older, handle)
+    return None if bits is None else throttle_words(bits)
 
 
 def _read_processes(handle: Any) -> tuple[GpuProcess, ...]:

@@ -72,6 +72,8 @@ class GpuSample:
         temperature_celsius: Of the chip.
         power_watts: Drawn now.
         power_limit_watts: Drawn at most.
+        clock_sm_mhz: Of its processors, now.
+        throttle_reasons: Why the clock is below its maximum, as words of `air_nb.monitor.throttle`.
         mig: Whether it is split into MIG devices.
         processes: Those that hold its memory, the largest first.
     """
@@ -87,6 +89,8 @@ class GpuSample:
     temperature_celsius: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
+    clock_sm_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] | None = None
     mig: bool | None = None
     processes: tuple[GpuProcess, ...] = ()
 
@@ -94,7 +98,13 @@ class GpuSample:
     def from_json(cls, fields: dict[str, Any]) -> Self:
         """Rebuild a sample from what `GpuReport.to_json` made of it."""
         processes = tuple(GpuProcess(**each) for each in fields["processes"])
-        return cls(**{**fields, "state": GpuState(fields["state"]), "processes": processes})
+        reasons = fields["throttle_reasons"]
+        changed = {
+            "state": GpuState(fields["state"]),
+            "processes": processes,
+            "throttle_reasons": None if reasons is None else tuple(reasons),
+        }
+        return cls(**{**fields, **changed})
 
 
 @dataclass(frozen=True, slots=True)

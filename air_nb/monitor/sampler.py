@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from air_nb.monitor.sample import DriverState, GpuReport, utc_now
 from air_nb.runs.forked import abandon_in_children
@@ -53,6 +54,12 @@ class Sampler:
         self._last: GpuReport | None = None
         self._closed = False
         abandon_in_children(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
     def start(self) -> None:
         """Start the process and return, so that the driver is initialised by the time of the first `sample`."""

@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from air_nb.monitor.sample import DriverState, GpuReport, GpuSample, GpuState
-from air_nb.monitor.text import describe_memory, describe_process, gib, plural
+from air_nb.monitor.text import describe_memory, gib, plural
+from air_nb.monitor.throttle import describe_slowdown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from datetime import datetime
+
+    from air_nb.monitor.holders import Holder
+    from air_nb.monitor.host import HostSample
+    from air_nb.monitor.sample import GpuProcess
 
 __all__ = ["gpu_table"]
 
 _HEADER = ("GPU", "name", "util", "memory", "temp", "power", "held by")
 _RIGHT = frozenset({"GPU", "util", "memory", "temp", "power"})
 _UNKNOWN = "n/a"
+_HOLDERS_SHOWN = 4
 
 
-def gpu_table(report: GpuReport, runs: Mapping[int, str], *, now: datetime | None = None) -> str:
+def gpu_table(
+    report: GpuReport, holders: Mapping[int, Holder], host: HostSample, *, now: datetime | None = None
+) -> str:
     """Draw a report.
 
     Args:
         report: What to draw.
-        runs: Process ids of ranks and what to call them, such as "rank 2 of run swift-otter".
+        holders: Who its processes are, by pid.
+        host: The machine, which is drawn where there is no GPU.
         now: The time that ages are counted to (UTC), by default this moment.
 
     Returns:
         Lines of text without a final newline.
     """
     if not report.gpus:
-        return "\n".join([_why_no_gpu(report), *_machine_lines()])
+        return "\n".join([_why_no_gpu(report), *_machine_lines(host)])
     rows: list[tuple[str, ...]] = [_HEADER]
     for gpu in report.gpus:
-        first, *others = _holders(gpu, runs) or [""]
+        first, *others = [*_troubles(gpu), *_held_by(gpu.processes, holders)] or [""]
         rows.append((*_cells(gpu), first))
         rows += [("",) * (len(_HEADER) - 1) + (other,) for other in others]
     return "\n".join([_headline(report, now), *_align(rows)])
@@ -52,9 +58,45 @@ def _headline(report: GpuReport, now: datetime | None) -> str:
     return text
 
 
-def _holders(gpu: GpuSample, runs: Mapping[int, str]) -> list[str]:
-    state = [] if gpu.state is GpuState.OK else [f"{gpu.state} ({gpu.reason})"]
-    return state + [describe_process(each, runs.get(each.pid)) for each in gpu.processes]
+def _troubles(gpu: GpuSample) -> list[str]:
+    if gpu.state is not GpuState.OK:
+        return [f"{gpu.state} ({gpu.reason})"]
+    slowdown = describe_slowdown(gpu.throttle_reasons)
+    clock = "" if gpu.clock_sm_mhz is None else f" to {gpu.clock_sm_mhz} MHz"
+    return [slowdown + clock] if slowdown else []
+
+
+def _held_by(processes: tuple[GpuProcess, ...], holders: Mapping[int, Holder]) -> list[str]:
+    """A line per holder, whose processes count together (a rank and its workers), the largest first."""
+    groups: dict[str, list[GpuProcess]] = {}
+    for process in processes:
+        groups.setdefault(holders[process.pid].label, []).append(process)
+    in_order = sorted(groups.items(), key=lambda group: -(_held(group[1]) or 0))
+    shown = in_order if len(in_order) == _HOLDERS_SHOWN + 1 else in_order[:_HOLDERS_SHOWN]
+    lines = [_holder_line(label, each) for label, each in shown]
+    rest = in_order[len(shown) :]
+    if rest:
+        held = _held(process for _, each in rest for process in each)
+        lines.append(f"{len(rest)} more{_gib(held)}")
+    return lines
+
+
+def _holder_line(label: str, processes: list[GpuProcess]) -> str:
+    pid = f"pid {processes[0].pid}"
+    if len(processes) > 1:
+        label += f", {len(processes)} processes"
+    elif not label.startswith(pid):
+        label += f", {pid}"
+    return label + _gib(_held(processes))
+
+
+def _gib(held: int | None) -> str:
+    return "" if held is None else f": {gib(held)} GiB"
+
+
+def _held(processes: Iterable[GpuProcess]) -> int | None:
+    known = [process.used_bytes for process in processes if process.used_bytes is not None]
+    return sum(known) if known else None
 
 
 def _cells(gpu: GpuSample) -> tuple[str, ...]:
@@ -91,12 +133,17 @@ def _why_no_gpu(report: GpuReport) -> str:
     return f"GPUs unknown ({report.driver_state}): {report.reason}."
 
 
-def _machine_lines() -> list[str]:
-    memory = psutil.virtual_memory()
-    here = Path.cwd()
-    disk = psutil.disk_usage(str(here))
+def _machine_lines(host: HostSample) -> list[str]:
+    cores = _UNKNOWN if host.cpu_count is None else plural(host.cpu_count, "core")
+    disk = _use(host.disk_used_bytes, host.disk_total_bytes)
     return [
-        f"CPU     {plural(os.cpu_count() or 0, 'core')}, load {os.getloadavg()[0]:.1f} over the last minute",
-        f"memory  {gib(memory.total - memory.available)} of {gib(memory.total)} GiB in use",
-        f"disk    {gib(disk.used)} of {gib(disk.total)} GiB in use, {gib(disk.free)} GiB free ({here})",
+        f"CPU     {cores}, load {os.getloadavg()[0]:.1f} over the last minute",
+        f"memory  {_use(host.memory_used_bytes, host.memory_total_bytes)}",
+        f"disk    {disk} ({host.disk_path})",
     ]
+
+
+def _use(used: int | None, total: int | None) -> str:
+    if used is None or total is None:
+        return _UNKNOWN
+    return f"{gib(used)} of {gib(total)} GiB in use, {gib(total - used)} GiB free"

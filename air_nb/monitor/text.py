@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from air_nb.monitor.sample import GpuProcess, GpuSample
 
-__all__ = ["describe_memory", "describe_process", "gib", "plural"]
+__all__ = ["describe_memory", "describe_process", "gib", "plural", "process_label"]
 
 
 def gib(bytes_: int) -> str:
@@ -29,13 +29,14 @@ def describe_memory(gpu: GpuSample) -> str:
     return f"{used} of {total} GiB"
 
 
-def describe_process(process: GpuProcess, label: str | None = None) -> str:
-    """Who holds memory: "pid 4711 (ann, python) 41.0 GiB", without what is unknown.
+def process_label(process: GpuProcess) -> str:
+    """What to call a process of which nothing else is known: "pid 4711 python of ann", without what is unknown."""
+    name = f" {process.name}" if process.name else ""
+    user = f" of {process.user}" if process.user else ""
+    return f"pid {process.pid}{name}{user}"
 
-    Args:
-        process: The process.
-        label: What it is to us, such as "rank 2 of run swift-otter".
-    """
-    who = ", ".join(part for part in (process.user, process.name, label) if part)
+
+def describe_process(process: GpuProcess) -> str:
+    """Who holds how much memory: "pid 4711 python of ann 41.0 GiB", without what is unknown."""
     memory = "" if process.used_bytes is None else f" {gib(process.used_bytes)} GiB"
-    return f"pid {process.pid}{f' ({who})' if who else ''}{memory}"
+    return f"{process_label(process)}{memory}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -116,7 +117,27 @@ def test_air_gpus_shows_which_rank_holds_what(gpu_kernel: Kernel, machine: FakeN
         gpu_kernel.interrupt()
         gpu_kernel.follow(cell)
     assert "H100" in table
-    assert "rank 0 of run holder" in table
+    assert re.search(r"rank 0 of holder \(another notebook\), pid \d+: 1\.2 GiB$", table, re.MULTILINE)
+
+
+def test_what_a_rank_has_started_counts_as_the_rank(gpu_kernel: Kernel, machine: FakeNvml, tmp_path):
+    with running_kernel(tmp_path, env=machine.environment) as other:
+        cell = other.start(
+            "%%distributed --gpu-ids 4,5 --name parent\n"
+            "import os, subprocess\nchild = subprocess.Popen(['sleep', '30'])\n"
+            "print('pids', os.getpid(), child.pid, flush=True); child.wait()"
+        )
+        other.follow(cell, until=lambda cell: re.search(r"pids \d+ \d+\n", cell.stream()) is not None)
+        pids = re.search(r"pids (\d+) (\d+)", cell.stream())
+        assert pids is not None
+        machine.describe(f"proc 4 {pids[1]} 1024", f"proc 4 {pids[2]} 1024", f"proc 7 {other.pid} 1024")
+        table = gpu_kernel.ok("%air gpus").text
+        other.interrupt()
+        other.follow(cell)
+        own = other.ok("%air gpus").text
+    assert "rank 0 of parent (another notebook), 2 processes: 2.0 GiB" in table
+    assert re.search(rf"pid {other.pid} \S+ of \S+: 1\.0 GiB$", table, re.MULTILINE)
+    assert f"this kernel, pid {other.pid}: 1.0 GiB" in own
 
 
 def test_the_kernel_never_talks_to_the_driver_itself(gpu_kernel: Kernel):
@@ -133,8 +154,6 @@ def test_a_script_asks_the_driver_too(machine: FakeNvml, tmp_path):
         "try:\n    train.with_overrides(gpu_type='A10').distributed()\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"
     )
-    import os
-
     done = subprocess.run(
         [sys.executable, str(script)],
         env={**os.environ, **machine.environment},
@@ -145,3 +164,20 @@ def test_a_script_asks_the_driver_too(machine: FakeNvml, tmp_path):
     )
     assert machine.uuid(3) in done.stdout
     assert "DeviceError" in done.stdout
+
+
+def test_a_script_samples_all_gpus_with_one_call(machine: FakeNvml):
+    machine.describe("count 2", "gpu 1 util 73")
+    program = (
+        "import sys, air_nb.monitor as monitor\nreport = monitor.sample()\n"
+        "print(report.driver_state, [gpu.utilization_percent for gpu in report.gpus], 'pynvml' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **machine.environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout == "ok [0, 73] False\n"

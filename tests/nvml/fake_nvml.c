@@ -15,11 +15,14 @@
  *   count_error CODE              asking for that number fails
  *   name TEXT                     name of all GPUs
  *   gpu I name TEXT               name of one GPU
- *   gpu I FIELD VALUE             util (percent), used / total / reserved (MiB), temp (Celsius), power / limit (mW), mig (0 or 1)
+ *   gpu I FIELD VALUE             util (percent), used / total / reserved (MiB), temp (Celsius), power / limit (mW), mig (0 or 1),
+ *                                 clock (MHz of the SMs), throttle (nvmlClocksEventReasons as a number)
  *   gpu I error CODE              every call about this GPU fails, also the one that gives its handle (15 GPU is lost)
  *   gpu I late_error CODE         its handle is given, every call with it fails
  *   gpu I slow_ms MS              every call with its handle sleeps first (a driver that hangs)
- *   gpu I nosupport FIELD         util, temp, power, procs, mem or mig answer "not supported"
+ *   gpu I hang 1                  every call with its handle waits until the file no longer says so (an uninterruptible call)
+ *   gpu I nosupport FIELD         util, temp, power, procs, mem, mig, clock or throttle answer "not supported"; so does
+ *                                 events: throttle by its new name only (a driver before 535)
  *   proc I PID MIB                a compute process (MIB -1: the driver does not tell)
  *   gproc I PID MIB               a graphics process
  */
@@ -38,10 +41,10 @@ enum {
     ARGUMENT_VERSION_MISMATCH = 25,
     UNKNOWN = 999
 };
-enum { MAX_GPUS = 16, MAX_PROCESSES = 64, NAME_SIZE = 96 };
+enum { MAX_GPUS = 16, MAX_PROCESSES = 256, NAME_SIZE = 96 };
 
 /* Bits of gpu.unsupported. */
-enum { NO_UTIL = 1, NO_TEMP = 2, NO_POWER = 4, NO_PROCS = 8, NO_MEM = 16, NO_MIG = 32 };
+enum { NO_UTIL = 1, NO_TEMP = 2, NO_POWER = 4, NO_PROCS = 8, NO_MEM = 16, NO_MIG = 32, NO_CLOCK = 64, NO_THROTTLE = 128, NO_EVENTS = 256 };
 
 typedef struct {
     unsigned pid;
@@ -55,8 +58,8 @@ typedef struct {
 
 typedef struct {
     char name[NAME_SIZE];
-    long long util, used, total, reserved, temp, power, limit, mig;
-    long long error, late_error, slow_ms;
+    long long util, used, total, reserved, temp, power, limit, mig, clock, throttle;
+    long long error, late_error, slow_ms, hang;
     unsigned unsupported;
     process_list compute, graphics;
 } gpu;
@@ -89,12 +92,14 @@ static void set_defaults(machine *m) {
         g->temp = 31;
         g->power = 70000;
         g->limit = 700000;
+        g->clock = 1980;
     }
 }
 
 static unsigned unsupported_bit(const char *field) {
     static const struct { const char *name; unsigned bit; } table[] = {
         {"util", NO_UTIL}, {"temp", NO_TEMP}, {"power", NO_POWER}, {"procs", NO_PROCS}, {"mem", NO_MEM}, {"mig", NO_MIG},
+        {"clock", NO_CLOCK}, {"throttle", NO_THROTTLE}, {"events", NO_EVENTS},
     };
     for (size_t k = 0; k < sizeof table / sizeof *table; k++)
         if (!strcmp(table[k].name, field)) return table[k].bit;
@@ -106,6 +111,7 @@ static long long *number_field(gpu *g, const char *field) {
         {"util", &g->util},   {"used", &g->used},   {"total", &g->total}, {"reserved", &g->reserved},
         {"temp", &g->temp},   {"power", &g->power}, {"limit", &g->limit}, {"mig", &g->mig},
         {"error", &g->error}, {"late_error", &g->late_error}, {"slow_ms", &g->slow_ms},
+        {"clock", &g->clock}, {"throttle", &g->throttle}, {"hang", &g->hang},
     };
     for (size_t k = 0; k < sizeof table / sizeof *table; k++)
         if (!strcmp(table[k].name, field)) return table[k].where;
@@ -199,6 +205,10 @@ static int enter(handle h, gpu *found) {
     if (i < 0 || i >= (long)m.count) return INVALID_ARGUMENT;
     *found = m.gpus[i];
     sleep_ms(found->slow_ms);
+    while (found->hang) {
+        sleep_ms(10);
+        *found = current().gpus[i];
+    }
     return found->error ? (int)found->error : (int)found->late_error;
 }
 
@@ -350,6 +360,30 @@ EXPORT int nvmlDeviceGetEnforcedPowerLimit(handle h, unsigned *out) {
     ENTER(h);
     REQUIRE(NO_POWER);
     *out = (unsigned)g.limit;
+    return OK;
+}
+
+/* 1 is the clock of the SMs. */
+EXPORT int nvmlDeviceGetClockInfo(handle h, int type, unsigned *out) {
+    ENTER(h);
+    REQUIRE(NO_CLOCK);
+    if (type != 1) return INVALID_ARGUMENT;
+    *out = (unsigned)g.clock;
+    return OK;
+}
+
+EXPORT int nvmlDeviceGetCurrentClocksThrottleReasons(handle h, unsigned long long *out) {
+    ENTER(h);
+    REQUIRE(NO_THROTTLE);
+    *out = (unsigned long long)g.throttle;
+    return OK;
+}
+
+EXPORT int nvmlDeviceGetCurrentClocksEventReasons(handle h, unsigned long long *out) {
+    ENTER(h);
+    REQUIRE(NO_EVENTS);
+    REQUIRE(NO_THROTTLE);
+    *out = (unsigned long long)g.throttle;
     return OK;
 }
 

@@ -106,7 +106,7 @@ def test_too_many_names_who_holds_what_and_the_way_to_the_cpu():
     )
     assert refusal(seen, gpus=3, taken={"GPU-1": "run swift-otter, pid 12"}) == (
         "3 GPUs were asked for and 1 of the 4 here can be used:\n"
-        "  GPU 0  NVIDIA H100 80GB HBM3: 40.0 of 80.0 GiB in use, held by pid 4711 (ann, python) 40.0 GiB\n"
+        "  GPU 0  NVIDIA H100 80GB HBM3: 40.0 of 80.0 GiB in use, held by pid 4711 python of ann 40.0 GiB\n"
         "  GPU 1  NVIDIA H100 80GB HBM3: taken by another air_nb run (run swift-otter, pid 12)\n"
         "  GPU 2  NVIDIA H100 80GB HBM3: lost (GPU is lost)\n"
         "  GPU 3  NVIDIA H100 80GB HBM3: in MIG mode: set CUDA_VISIBLE_DEVICES=MIG-... before the kernel starts to use "

@@ -21,6 +21,8 @@ FULL = GpuReport(
             temperature_celsius=4,
             power_watts=5.5,
             power_limit_watts=6.5,
+            clock_sm_mhz=1410,
+            throttle_reasons=("power_cap", "hw_thermal"),
             mig=True,
             processes=(GpuProcess(1, 2, "python", "ann"), GpuProcess(3)),
         ),
@@ -41,3 +43,9 @@ def test_states_come_back_as_states_and_not_as_text():
 
 def test_age_counts_from_the_sample_and_not_from_the_question():
     assert FULL.age_s(FULL.at + timedelta(seconds=14)) == 14.0
+
+
+def test_no_reason_to_throttle_is_not_an_unknown_one():
+    gpus = (GpuSample(0, throttle_reasons=()), GpuSample(1, throttle_reasons=None))
+    back = GpuReport.from_json(json.loads(json.dumps(GpuReport(FULL.at, DriverState.OK, gpus=gpus).to_json())))
+    assert [gpu.throttle_reasons for gpu in back.gpus] == [(), None]

@@ -57,6 +57,8 @@ def test_every_field_of_a_gpu_comes_through(fake_nvml, sampler):
         "gpu 1 temp 64",
         "gpu 1 power 312500",
         "gpu 1 limit 400000",
+        "gpu 1 clock 1410",
+        "gpu 1 throttle 68",
     )
     report = sampler.sample(LONG_S)
     assert (report.driver_state, report.reason, report.driver_version) == (DriverState.OK, None, "570.86.15")
@@ -66,6 +68,21 @@ def test_every_field_of_a_gpu_comes_through(fake_nvml, sampler):
     assert (gpu.utilization_percent, gpu.temperature_celsius, gpu.mig) == (97, 64, False)
     assert (gpu.memory_used_bytes, gpu.memory_total_bytes) == (30000 << 20, 40960 << 20)
     assert (gpu.power_watts, gpu.power_limit_watts) == (312.5, 400.0)
+    assert (gpu.clock_sm_mhz, gpu.throttle_reasons) == (1410, ("power_cap", "hw_thermal"))
+    assert report.gpus[0].throttle_reasons == ()
+
+
+def test_a_driver_that_knows_the_throttle_reasons_by_their_first_name_only_is_understood(fake_nvml, sampler):
+    fake_nvml.describe("gpu 0 throttle 128", "gpu 0 nosupport events")
+    assert sampler.sample(LONG_S).gpus[0].throttle_reasons == ("power_brake",)
+
+
+def test_two_hundred_processes_on_one_of_sixteen_gpus_come_through(fake_nvml, sampler):
+    pids = range(4_000_000, 4_000_200)
+    fake_nvml.describe("count 16", *(f"proc 15 {pid} {pid - 3_999_999}" for pid in pids))
+    gpus = sampler.sample(LONG_S).gpus
+    assert [gpu.index for gpu in gpus] == list(range(16))
+    assert [process.pid for process in gpus[15].processes] == list(reversed(pids))
 
 
 def test_processes_are_named_as_far_as_they_can_be_seen(fake_nvml, sampler):
@@ -81,11 +98,14 @@ def test_processes_are_named_as_far_as_they_can_be_seen(fake_nvml, sampler):
 
 
 def test_what_the_driver_does_not_tell_is_none_and_not_zero(fake_nvml, sampler):
-    fake_nvml.describe(*(f"gpu 5 nosupport {field}" for field in ("util", "temp", "power", "procs", "mem", "mig")))
+    fake_nvml.describe(
+        *(f"gpu 5 nosupport {field}" for field in ("util", "temp", "power", "procs", "mem", "mig", "clock", "throttle"))
+    )
     gpu = sampler.sample(LONG_S).gpus[5]
     assert gpu.state is GpuState.OK
     told = (gpu.utilization_percent, gpu.memory_used_bytes, gpu.memory_total_bytes, gpu.temperature_celsius)
-    assert (*told, gpu.power_watts, gpu.power_limit_watts, gpu.mig, gpu.processes) == (*(None,) * 7, ())
+    told_too = (gpu.power_watts, gpu.power_limit_watts, gpu.mig, gpu.clock_sm_mhz, gpu.throttle_reasons)
+    assert (*told, *told_too, gpu.processes) == (*(None,) * 9, ())
 
 
 @pytest.mark.parametrize("statement", ["gpu 3 error 15", "gpu 3 late_error 15"])
@@ -323,7 +343,7 @@ print(sampler.sample(30).driver_state, process.poll(), flush=True)
 
 
 def test_the_kernel_side_never_imports_pynvml_or_torch():
-    modules = "choose, gpu_type, locks, reserve, sample, sampler, table, visible"
+    modules = "choose, gpu_type, locks, poller, reserve, sample, sampler, table, visible"
     program = (
         f"import sys; from air_nb.monitor import {modules}; print(sorted({{'pynvml', 'torch'}} & set(sys.modules)))"
     )
