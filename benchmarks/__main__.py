@@ -12,6 +12,7 @@ from benchmarks import (
     imports,
     launch,
     memory,
+    monitor,
     overhead,
     results,
     stop,
@@ -33,6 +34,7 @@ _BENCHMARKS: dict[str, Callable[[Settings], Report]] = {
     "tracking": tracking.run,
     "checkpoint": checkpoint.run,
     "data": data.run,
+    "monitor": monitor.run,
 }
 
 
