@@ -22,6 +22,7 @@ from air_nb.protocol.names import RESULT
 from air_nb.runs.paths import home_path
 from air_nb.session.session import close_session, get_session
 from air_nb.session.versions import is_too_old, minimum_text
+from air_nb.sidebar.panel_comm import PanelOffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,7 @@ class AirMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self._assigned: dict[str, int] = {}
+        self.panel: PanelOffer | None = None  # in a kernel
 
     @magic_arguments()
     @argument_group("which ranks")
@@ -143,7 +145,7 @@ class AirMagics(Magics):
 
     @line_magic
     def air(self, line: str) -> None:
-        """Answer status | gpus | runs | logs RUN [--rank R] [--tail N] | stacks RUN | stop RUN | ui | doctor.
+        """Answer status | gpus | runs | logs RUN [--rank R] [--tail N] | stacks RUN | stop RUN | sidebar | ui | doctor.
 
         status               the launcher and the live runs of this user
         gpus                 the GPUs, and who holds them
@@ -152,13 +154,15 @@ class AirMagics(Magics):
         logs RUN             output of a run; --rank R of one rank only; --tail N the last N lines
         stacks RUN           where the Python code of every rank of a live run is, of any notebook of this user
         stop RUN             stop a run, of any notebook of this user
+        sidebar              open the panel of GPUs, runs and checkpoints beside the notebook; again: close it.
+                             AIR_NB_SIDEBAR=1 in the kernel's environment opens it with %load_ext
         ui                   MLflow's pages, on this machine, for the store that is set now
         doctor               what a run depends on, what is wrong with it, and how to fix it
         RUN is a name, an id or the beginning of an id.
         """
         arguments = _air_parser().parse_args(_words("%air", line))
         try:
-            text = _answer(arguments)
+            text = self._toggle_sidebar() if arguments.command == "sidebar" else _answer(arguments)
         except AirNbError as error:
             msg = f"%air {arguments.command}: {error}"
             raise UsageError(msg) from None
@@ -170,7 +174,16 @@ class AirMagics(Magics):
                 f"%air {arguments.command}: {error}; runs are kept in {home_path()}, AIR_NB_HOME chooses another place"
             )
             raise UsageError(msg) from None
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        if text:
+            sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+    def _toggle_sidebar(self) -> str:
+        from air_nb.session.commands import gpus_text
+
+        gpus = gpus_text(get_session())
+        if self.panel is None:
+            return f"{gpus}\nThe panel of GPUs, runs and checkpoints needs Jupyter."
+        return get_session().sidebar.toggle(self.panel.main_shell, gpus)
 
 
 def _words(magic: str, line: str) -> list[str]:
@@ -186,15 +199,15 @@ class _AirParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(
-            f"%air: {message}. Use %air status | gpus | runs | logs RUN | stacks RUN | stop RUN | ui | doctor; "
-            "`%air?` explains them."
+            f"%air: {message}. Use %air status | gpus | runs | logs RUN | stacks RUN | stop RUN | sidebar | ui | "
+            "doctor; `%air?` explains them."
         )
 
 
 def _air_parser() -> _AirParser:
     parser = _AirParser(prog="%air", add_help=False)
     subparsers = parser.add_subparsers(dest="command", required=True, parser_class=_AirParser)
-    for name in ("status", "gpus", "ui", "doctor"):
+    for name in ("status", "gpus", "sidebar", "ui", "doctor"):
         subparsers.add_parser(name, add_help=False)
     runs = subparsers.add_parser("runs", add_help=False).add_mutually_exclusive_group()
     runs.add_argument("--upload", metavar="RUN")
@@ -311,6 +324,9 @@ def load(shell: InteractiveShell) -> None:
     shell.events.register("post_run_cell", magics.hint_at_pull)
     if "AIR_NB_RUN_ID" not in os.environ:
         get_session().warm()
+        if hasattr(shell, "kernel"):
+            magics.panel = PanelOffer(shell, lambda: get_session().sidebar.hub)
+            magics.panel.offer()
 
 
 def _refuse_position(_line: str) -> NoReturn:
@@ -328,6 +344,8 @@ def unload(shell: InteractiveShell) -> None:
         magic = shell.magics_manager.magics[kind].pop(name, None)
         if magic is not None and kind == "cell":
             shell.events.unregister("post_run_cell", magic.__self__.hint_at_pull)
+            if magic.__self__.panel is not None:
+                magic.__self__.panel.withdraw()
     close_session()
 
 

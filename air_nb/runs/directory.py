@@ -21,7 +21,7 @@ from air_nb.protocol.task import PAYLOAD_FILE
 from air_nb.runs.liveness import ProcessId
 from air_nb.runs.paths import home, is_network_path, node_local, private_directory
 
-__all__ = ["RECORD_FILE", "RunDirectory", "RunRecord", "all_runs", "find_run", "locate", "make_run_name"]
+__all__ = ["RECORD_FILE", "RunDirectory", "RunRecord", "all_runs", "find_run", "locate", "make_run_name", "run_roots"]
 
 RECORD_FILE = "run.json"
 _STOP_FILE = "stop"
@@ -56,6 +56,10 @@ class RunRecord:
         attempt: 0, or the number of restarts.
         failures: ``RankFailure`` fields, the cause first.
         reason: Why it was stopped.
+        notebook: Notebook or script that its code is from; None if that is unknown.
+        python: Version of the Python that made its payload; empty in records of before this was noted.
+        protocol: ``PROTOCOL_VERSION`` of the air_nb that made it.
+        resumed_from: Run whose payload it runs again, from a checkpoint.
     """
 
     run_id: str
@@ -74,6 +78,10 @@ class RunRecord:
     attempt: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
     reason: str = ""
+    notebook: str | None = None
+    python: str = ""
+    protocol: int = 0
+    resumed_from: str | None = None
 
     @property
     def is_live(self) -> bool:
@@ -200,11 +208,15 @@ def locate(path: Path) -> RunDirectory:
     return RunDirectory(path if path.exists() else home() / "runs" / path.name)
 
 
+def run_roots() -> list[Path]:
+    """Where run directories are, those of live runs first."""
+    return [root for root in dict.fromkeys((node_local() / "runs", home() / "runs")) if root.is_dir()]
+
+
 def all_runs() -> list[tuple[RunDirectory, RunRecord]]:
     """Every readable run of this user on this machine, newest first."""
-    roots = {home() / "runs", node_local() / "runs"}
     found = []
-    for path in [path for root in roots if root.is_dir() for path in root.iterdir()]:
+    for path in [path for root in run_roots() for path in root.iterdir()]:
         directory = RunDirectory(path)
         try:
             found.append((directory, directory.read_record()))

@@ -13,6 +13,7 @@ from pathlib import Path
 from air_nb.protocol.messages import RunState
 from air_nb.runs.directory import RECORD_FILE, all_runs
 from air_nb.runs.paths import home
+from air_nb.runs.text import DIED
 from air_nb.runs.unsent import is_unsent
 
 __all__ = ["close_dead_runs", "prune"]
@@ -31,8 +32,7 @@ def close_dead_runs() -> None:
     for directory, record in all_runs():
         with contextlib.suppress(OSError, ValueError):  # another kernel closes, moves or deletes it too
             if not record.state.is_final and not record.is_live:
-                reason = "its kernel and launcher died before it ended"
-                directory.update_record(state=RunState.KILLED, ended_at=time.time(), reason=reason)
+                directory.update_record(state=RunState.KILLED, ended_at=time.time(), reason=DIED)
             if not record.is_live and (record.kernel is None or not record.kernel.is_alive()):
                 directory.settle()
 

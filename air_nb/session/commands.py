@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from air_nb.launch.stacks import collect_stacks
+from air_nb.monitor.holders import Holders
+from air_nb.monitor.host import HostSampler
 from air_nb.monitor.table import gpu_table
-from air_nb.runs.checkpoints import committed_checkpoints
-from air_nb.runs.directory import RunDirectory, RunRecord, all_runs, find_run
+from air_nb.runs.checkpoints import committed_checkpoints, saves_when_stopped
+from air_nb.runs.directory import RunDirectory, RunRecord, all_runs, find_run, locate
 from air_nb.runs.logs import read_tail
 from air_nb.runs.retention import close_dead_runs
+from air_nb.runs.text import reason_line
 from air_nb.runs.unsent import is_unsent
 from air_nb.session.rank_names import name_ranks
 from air_nb.session.stacks import describe_stacks
@@ -27,8 +30,9 @@ _CHECKPOINTS_SHOWN = 5
 
 
 def gpus_text(session: Session) -> str:
-    """The GPUs and who holds them; ranks of live runs by name."""
-    return gpu_table(session.sampler.sample(), _labels_by_pid())
+    """The GPUs and who holds them; without a GPU, the machine."""
+    report = session.sampler.sample()
+    return gpu_table(report, Holders().of(report), HostSampler().sample())
 
 
 def status_text(session: Session) -> str:
@@ -73,7 +77,7 @@ def _line(record: RunRecord) -> str:
     end = record.ended_at or time.time()
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created_at))
     ranks = f"{record.nproc} {record.device} rank{'s' if record.nproc != 1 else ''}"
-    reason = f"  ({record.reason.splitlines()[-1]})" if record.reason else ""
+    reason = f"  ({text})" if (text := reason_line(record)) else ""
     took = f"{end - record.created_at:8.1f} s"
     return f"{record.name:<20} {record.state:<9} {started}  {took}  {ranks:<14} {record.run_id}{reason}"
 
@@ -133,17 +137,15 @@ def stop_run(run: str) -> str:
     end = time.monotonic() + _STOP_WAIT_S
     while time.monotonic() < end:
         time.sleep(0.05)
-        _, record = find_run(record.run_id)
-        if record.state.is_final:
+        if _has_ended(directory):
             return f"run {record.name} was stopped"
-    return f"run {record.name} was asked to stop and has not ended after {_STOP_WAIT_S:g} s: see %air runs"
+    why = "its ranks may save a checkpoint first" if saves_when_stopped(directory.path) else "see %air runs"
+    return f"run {record.name} was asked to stop and has not ended after {_STOP_WAIT_S:g} s: {why}"
 
 
-def _labels_by_pid() -> dict[int, str]:
-    return {
-        process.pid: f"rank {rank} of run {record.name}"
-        for _, record in all_runs()
-        if record.is_live
-        for rank, process in enumerate(record.ranks)
-        if process is not None
-    }
+def _has_ended(directory: RunDirectory) -> bool:
+    """By its record alone: it may be one of hundreds, and may move home meanwhile."""
+    try:
+        return locate(directory.path).read_record().state.is_final
+    except (OSError, ValueError):  # it is just moving
+        return False

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,23 +19,27 @@ from air_nb.capture.freeze import CapturedNamespace, capture
 from air_nb.errors import LauncherError
 from air_nb.protocol.messages import Done, Run, RunState
 from air_nb.protocol.names import WARNING_FILTERS
-from air_nb.protocol.task import PAYLOAD_FILE, TASK_FILE, RankTask
-from air_nb.runs.checkpoints import RESUME_VARIABLE
-from air_nb.runs.directory import RunDirectory, RunRecord, make_run_name
-from air_nb.runs.liveness import ProcessId
-from air_nb.runs.paths import home_path
+from air_nb.protocol.task import PAYLOAD_FILE, RankTask
+from air_nb.runs.directory import RunDirectory, make_run_name
 from air_nb.session.devices import Placement, place
 from air_nb.session.interrupts import InterruptCounter
-from air_nb.session.kernel_state import kernel_facts, rank_environment, warning_filters
-from air_nb.session.mlflow_state import tracking_request
+from air_nb.session.kernel_state import kernel_facts, warning_filters
+from air_nb.session.mlflow_state import source_name, tracking_request
 from air_nb.session.outcome import fail, interruption, load_values
+from air_nb.session.run_files import (
+    close_record,
+    environment_of,
+    unwritable_is_explained,
+    write_first_record,
+    write_task,
+)
 from air_nb.session.tracked import HOOK, Tracked, is_tracked, untracked_note
 from air_nb.session.wait import RunWaiter, end_run
 from air_nb.view.cell import CellView
 from air_nb.view.draw import detect_front, pin_thread_to_cell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -110,7 +114,7 @@ class _LaunchedRun:
         self._shell = shell
         self._captured = captured
         self._placement = placement
-        with _unwritable_is_explained():
+        with unwritable_is_explained():
             self._directory = RunDirectory.create()
         self._name = name
         self._nproc = placement.topology.world_size
@@ -119,7 +123,7 @@ class _LaunchedRun:
 
     def run(self) -> list[dict[str, Any]]:
         try:
-            with _unwritable_is_explained():
+            with unwritable_is_explained():
                 env = self._write_files()
         except BaseException:
             shutil.rmtree(self._directory.path, ignore_errors=True)  # no run: nothing was started
@@ -129,7 +133,8 @@ class _LaunchedRun:
             with InterruptCounter(waker.wake) as interrupts:
                 done, interrupted = self._launch_and_follow(env, interrupts, waker)
         except BaseException as error:
-            self._close_record(RunState.KILLED if isinstance(error, KeyboardInterrupt) else RunState.FAILED, str(error))
+            state = RunState.KILLED if isinstance(error, KeyboardInterrupt) else RunState.FAILED
+            close_record(self._directory, state, str(error))
             if self._tracked is not None:
                 self._end_tracking(self._tracked, ok=False)
             raise
@@ -159,7 +164,7 @@ class _LaunchedRun:
         finally:
             launcher.give_back()
         interrupted = interrupts.count > 0
-        self._close_record(RunState.KILLED if interrupted else RunState(done.state), done.reason)
+        close_record(self._directory, RunState.KILLED if interrupted else RunState(done.state), done.reason)
         if self._tracked is not None:
             self._end_tracking(self._tracked, ok=done.state == RunState.FINISHED and not interrupted)
             self._show_tracked(view, self._tracked)
@@ -212,45 +217,24 @@ class _LaunchedRun:
     def _link(self) -> Link | None:
         return self._tracked.link() if self._tracked is not None else None
 
-    def _close_record(self, state: RunState, reason: str) -> None:
-        """Record how it ended, unless the launcher has done so: it has died, or it was never told of the run."""
-        with suppress(OSError, ValueError):  # a full disk must not hide how the run ended
-            if not self._directory.read_record().state.is_final:
-                self._directory.close_record(state=state, ended_at=time.time(), reason=reason)
-
     def _write_files(self) -> dict[str, str]:
         self._ask_for_tracking()
-        variables = self._tracked.rank_variables() if self._tracked is not None else {}
-        if self._options.resume is not None:
-            variables[RESUME_VARIABLE] = _absolute(self._options.resume)
-        extra = {name: value for name, value in variables.items() if value is not None} | dict(self._options.env)
-        env, threads = rank_environment(self._placement.topology, extra, self._directory, self._name)
-        for name in variables.keys() - extra.keys():
-            env.pop(name, None)
+        topology = self._placement.topology
+        resume = None if self._options.resume is None else _absolute(self._options.resume)
+        env, threads = environment_of(
+            self._directory, self._name, topology, self._tracked, resume=resume, extra=self._options.env
+        )
         facts = kernel_facts(self._shell, threads, self._captured.sources)
         hook = HOOK if self._tracked is not None else None
         fields: dict[str, Any] = {"header": "", "import_hook": hook, **facts, **self._launch.task}
-        (self._directory.path / TASK_FILE).touch(mode=0o600)
-        RankTask(kind=self._launch.kind, run_name=self._name, source=self._launch.source, **fields).write(
-            self._directory.path
+        write_task(
+            self._directory,
+            RankTask(kind=self._launch.kind, run_name=self._name, source=self._launch.source, **fields),
         )
         self._captured.bundle.write(self._directory.path / PAYLOAD_FILE)
         self._directory.write_private("cell.py", mask_credentials(self._launch.source))
-        topology = self._placement.topology
         options = asdict(self._options) | {"env": sorted(self._options.env)}
-        self._directory.write_record(
-            RunRecord(
-                run_id=self._directory.run_id,
-                name=self._name,
-                state=RunState.STARTING,
-                created_at=time.time(),
-                nproc=self._nproc,
-                device=topology.device,
-                gpu_uuids=list(topology.gpu_uuids),
-                options=options,
-                kernel=ProcessId.own(),
-            )
-        )
+        write_first_record(self._directory, self._name, topology, options, source_name(self._user_ns()))
         return env
 
     def _ask_for_tracking(self) -> None:
@@ -259,9 +243,11 @@ class _LaunchedRun:
                 self._notes.append(note)
             return
         captured = {name: size for name, size in self._captured.sizes.items() if name in self._launch.names}
-        user_ns = self._shell.user_ns if self._shell is not None else vars(sys.modules["__main__"])
-        request = tracking_request(self._options, self._name, self._placement.topology, captured, user_ns)
+        request = tracking_request(self._options, self._name, self._placement.topology, captured, self._user_ns())
         self._tracked = Tracked(self._session.tracking, self._directory, request)
+
+    def _user_ns(self) -> Mapping[str, Any]:
+        return self._shell.user_ns if self._shell is not None else vars(sys.modules["__main__"])
 
     @staticmethod
     def _wait_until_warm(launcher: LauncherClient, interrupts: InterruptCounter) -> float:
@@ -313,21 +299,6 @@ def _check_cwd() -> None:
     except FileNotFoundError:
         msg = "the kernel's working directory was removed: os.chdir(...) to one that exists, then run the cell again"
         raise LauncherError(msg) from None
-
-
-@contextmanager
-def _unwritable_is_explained() -> Iterator[None]:
-    """Nothing was started yet: say where the disk is full or the directory is not ours, and what to do."""
-    try:
-        yield
-    except KeyboardInterrupt:  # on a slow disk this takes a while
-        raise interruption("the run was still being written, no rank was started") from None
-    except OSError as error:
-        msg = (
-            f"the run can't be written to {home_path()}: {error}. "
-            "Make room there, or set AIR_NB_HOME to a directory on another disk; `%air doctor` shows what is free."
-        )
-        raise LauncherError(msg) from error
 
 
 def _results(values: list[dict[str, Any] | None]) -> list[Any]:

@@ -12,7 +12,7 @@ import atexit
 import os
 import sys
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from air_nb.errors import NestedLaunchError
@@ -23,12 +23,15 @@ from air_nb.runs.forked import abandon_in_children
 from air_nb.tracking.client import TrackingClient
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from air_nb.options import RunOptions
     from air_nb.session.launched import Launch
     from air_nb.session.tracked import Tracked
     from air_nb.session.ui import MlflowPages
+    from air_nb.sidebar.sidebar import Sidebar
 
 __all__ = ["Session", "close_session", "get_session"]
 
@@ -48,6 +51,9 @@ class Session:
         self._pages: MlflowPages | None = None
         self._said: set[str] = set()
         self._unsettled: list[Tracked] = []
+        self._sidebar: Sidebar | None = None
+        self._live_runs = 0
+        self._is_closed = False
         abandon_in_children(self)
         atexit.register(self._finish_tracking)
 
@@ -71,6 +77,39 @@ class Session:
             return self._pages
 
     @property
+    def sidebar(self) -> Sidebar:
+        """The GPU panel, made for the first page or the first run; only in a kernel."""
+        from air_nb.session.panel import PanelActions
+        from air_nb.sidebar.sidebar import Sidebar
+
+        with self._lock:
+            if self._sidebar is None:
+                self._sidebar = Sidebar(
+                    self._sampler,
+                    PanelActions(self),
+                    is_run_live=lambda: self._live_runs > 0,
+                    version=sys.modules["air_nb"].__version__,  # it is above this module
+                )
+            return self._sidebar
+
+    @contextmanager
+    def live_run(self) -> Iterator[None]:
+        """Around a run of this kernel: the panel shows it at once, and its history goes on unseen."""
+        with self._lock:
+            self._live_runs += 1
+        try:
+            self._tell_sidebar()
+            yield
+        finally:
+            with self._lock:
+                self._live_runs -= 1
+            self._tell_sidebar()
+
+    def _tell_sidebar(self) -> None:
+        if _is_kernel() and not self._is_closed:
+            self.sidebar.runs_changed()
+
+    @property
     def launcher(self) -> LauncherClient | None:
         """The warm launcher, if there is one."""
         return self._launcher
@@ -87,7 +126,11 @@ class Session:
         """End the launcher and all below it, the sampler, and the tracking process when it has sent everything."""
         atexit.unregister(self._finish_tracking)
         with self._lock:
+            self._is_closed = True  # a run that ends by this must not make another sidebar
             launcher, self._launcher = self._launcher, None
+            sidebar, self._sidebar = self._sidebar, None
+        if sidebar is not None:
+            sidebar.close()
         if launcher is not None:
             launcher.close()
         self._sampler.close()
@@ -100,6 +143,8 @@ class Session:
         self._lock = threading.Lock()  # another thread of the parent may have held it
         self._launcher = None
         self._unsettled = []
+        self._sidebar = None
+        self._live_runs = 0
 
     def watch_tracking(self, tracked: Tracked) -> None:
         """Keep an eye on the MLflow run of a launch that has ended before MLflow has answered."""
@@ -142,7 +187,8 @@ class Session:
         # Here, not at the top: %load_ext has to be quick, and this is half of the package.
         from air_nb.session.launched import run_launch
 
-        return run_launch(self, launch, options, shell)
+        with self.live_run():
+            return run_launch(self, launch, options, shell)
 
     def once(self, text: str) -> str:
         """The text, at the first call with it; empty after that."""
@@ -193,6 +239,8 @@ def _prepare(session: Session) -> None:
 
     assert names is not None
     assert launched is not None
+    if _is_kernel():
+        assert session.sidebar is not None  # made, not started: the first run does that
     with suppress(OSError):  # no home to write to: the first launch says so, and where
         close_dead_runs()
         prune()

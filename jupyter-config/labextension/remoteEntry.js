@@ -22,7 +22,7 @@
   const FIRST_RETRY_MS = 1000;
   const LAST_RETRY_MS = 30000;
   const SAY_BUSY_MS = 3000;
-  const CLOSE_MS = 500; // for the subshell to do what it was asked for last
+  const CLOSE_MS = 5000; // for the subshell to hear the farewell, at most
   const LOAD = 'Run %load_ext air_nb in this notebook.';
   const HINTS = {
     none: 'Open a notebook to see its GPUs, runs and checkpoints.',
@@ -180,17 +180,25 @@
     close(isNow) {
       const { socket, subshell } = this;
       if (!this.isOpen || socket.readyState !== WebSocket.OPEN) return this.#end(() => {});
-      this.#post('comm_close', 'shell', { comm_id: this.commId, data: {} });
+      const farewell = this.#post('comm_close', 'shell', { comm_id: this.commId, data: {} });
       this.isOpen = false;
       this.isEnded = true;
-      socket.onclose = socket.onmessage = null;
+      socket.onclose = null;
       const finish = () => {
+        clearTimeout(this.closing);
+        socket.onmessage = null;
         if (subshell && socket.readyState === WebSocket.OPEN)
           this.#post('delete_subshell_request', 'control', { subshell_id: subshell });
         if (!isNow) socket.close(); // a page that goes away would lose what it has just sent
       };
+      // The subshell must have heard the farewell before it is deleted: the kernel is idle again after that message.
+      socket.onmessage = ({ data }) => {
+        if (typeof data !== 'string' || !data.includes(farewell) || !data.includes('"execution_state"')) return;
+        const { parent_header: parent, content } = JSON.parse(data);
+        if (parent?.msg_id === farewell && content.execution_state === 'idle') finish();
+      };
       if (isNow) finish();
-      else setTimeout(finish, CLOSE_MS);
+      else this.closing = setTimeout(finish, CLOSE_MS);
     }
   }
 

@@ -586,6 +586,17 @@ def test_checkpoints_say_whether_they_are_good_and_why_not(open_panel: Open):
     assert panel.page.get_by_role("button", name="Verifying… step 3").get_attribute("aria-disabled") == "true"
 
 
+@pytest.mark.parametrize("rows", [_runs(run_row("r1")), _roots(checkpoint(1))], ids=["runs", "checkpoints"])
+def test_rows_that_are_old_say_why(open_panel: Open, rows):
+    panel = open_panel()
+    panel.greet(0)
+    panel.emit({**rows, "problem": "OSError: disk <b>gone</b>"})
+    note = panel.page.get_by_text("Not up to date: OSError: disk <b>gone</b>")
+    assert note.is_visible()
+    panel.emit({**rows, "problem": ""})
+    assert not note.is_visible()
+
+
 # ------------------------------------------------------------------------------------------------------------- logs
 
 

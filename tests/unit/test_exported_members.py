@@ -11,7 +11,7 @@ import pytest
 
 from air_nb import errors
 
-PUBLIC_MODULES = ["air_nb", "air_nb.errors", "air_nb.runtime"]
+PUBLIC_MODULES = ["air_nb", "air_nb.errors", "air_nb.monitor", "air_nb.runtime"]
 
 
 @pytest.fixture(params=PUBLIC_MODULES)

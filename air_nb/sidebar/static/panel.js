@@ -1025,20 +1025,28 @@ class Note {
 }
 
 /** Second section. */
+/** Say why rows are old ones, if they are. */
+function showProblem(node, problem) {
+  setText(node, problem ? `Not up to date: ${problem}` : '');
+  node.hidden = !problem;
+}
+
 class RunSection {
   constructor(panel) {
     this.panel = panel;
     this.fold = new Fold('Runs');
     this.empty = make('p', { class: 'air-empty', text: 'None yet. A cell with %%distributed starts one.' });
     this.more = make('p', { class: 'air-empty', hidden: true });
+    this.problem = make('p', { class: 'air-note air-bad', hidden: true });
     this.list = make('ul', { 'aria-label': 'Runs' });
     this.rows = new KeyedList(this.list, () => new RunRow(panel));
-    this.fold.body.append(make('div', { class: 'air-scroll' }, this.list, this.empty, this.more));
+    this.fold.body.append(make('div', { class: 'air-scroll' }, this.problem, this.list, this.empty, this.more));
     this.node = this.fold.node;
   }
 
   update() {
     const { runs, more } = this.panel;
+    showProblem(this.problem, this.panel.runsProblem);
     const rank = run => (run.is_mine ? 0 : run.is_live ? 1 : 2);
     this.rows.update(
       [...runs].sort((a, b) => rank(a) - rank(b)),
@@ -1387,14 +1395,16 @@ class CheckpointSection {
     this.panel = panel;
     this.fold = new Fold('Checkpoints');
     this.empty = make('p', { class: 'air-empty', text: 'None yet. Runs that save checkpoints list them here.' });
+    this.problem = make('p', { class: 'air-note air-bad', hidden: true });
     this.list = make('div');
     this.roots = new KeyedList(this.list, () => new RootGroup(panel));
-    this.fold.body.append(make('div', { class: 'air-scroll' }, this.list, this.empty));
+    this.fold.body.append(make('div', { class: 'air-scroll' }, this.problem, this.list, this.empty));
     this.node = this.fold.node;
   }
 
   update() {
     const { roots } = this.panel;
+    showProblem(this.problem, this.panel.rootsProblem);
     this.roots.update(roots, root => root.root);
     this.empty.hidden = roots.length > 0;
     const count = roots.reduce((sum, root) => sum + root.checkpoints.length + (root.more ?? 0), 0);
@@ -1681,8 +1691,9 @@ class Panel {
     sample: (panel, message) => panel.#onSample(message),
     processes: (panel, message) =>
       panel.#keep('gpus', { processes: new Map(message.gpus.map(gpu => [gpu.uuid, gpu.processes])) }),
-    runs: (panel, message) => panel.#keep('runs', { runs: message.runs, more: message.more ?? 0 }),
-    checkpoints: (panel, message) => panel.#keep('checkpoints', { roots: message.roots }),
+    runs: (panel, message) => panel.#keep('runs', { runs: message.runs, more: message.more ?? 0, runsProblem: message.problem }),
+    checkpoints: (panel, message) =>
+      panel.#keep('checkpoints', { roots: message.roots, rootsProblem: message.problem }),
     status: (panel, message) => panel.#keep('toolbar', { status: message }),
     reply: (panel, message) => panel.#onReply(message),
     log: (panel, message) => {
