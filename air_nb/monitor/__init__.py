@@ -6,8 +6,7 @@ For scripts: `sample` tells once, a `Sampler` again and again.
 
 from __future__ import annotations
 
-# Before the function below takes the name of the module: an import sets that name only when it loads the module.
-from air_nb.monitor.sample import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
 from air_nb.monitor.sampler import Sampler
 
 __all__ = ["DriverState", "GpuProcess", "GpuReport", "GpuSample", "GpuState", "Sampler", "sample"]

@@ -12,7 +12,7 @@ import threading
 from array import array
 from typing import TYPE_CHECKING, Any
 
-from air_nb.monitor.sample import DriverState, GpuReport, GpuSample, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState
 
 if TYPE_CHECKING:
     from air_nb.monitor.host import HostSample

@@ -19,7 +19,7 @@ from air_nb.runs.index import RunIndex, local_roots
 from air_nb.runs.liveness import ProcessId
 
 if TYPE_CHECKING:
-    from air_nb.monitor.sample import GpuProcess, GpuReport
+    from air_nb.monitor.gpu_report import GpuProcess, GpuReport
     from air_nb.runs.directory import RunRecord
 
 __all__ = ["Holder", "HolderKind", "Holders"]

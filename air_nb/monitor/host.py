@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from air_nb.monitor.cgroup import CgroupLimits
-from air_nb.monitor.sample import utc_now
+from air_nb.monitor.gpu_report import utc_now
 from air_nb.runs.paths import home_path, is_network_path
 
 __all__ = ["HostSample", "HostSampler"]

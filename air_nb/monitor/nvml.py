@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pynvml
 
-from air_nb.monitor.sample import DriverState, GpuProcess, GpuReport, GpuSample, GpuState, utc_now
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample, GpuState, utc_now
 from air_nb.monitor.throttle import throttle_words
 
 if TYPE_CHECKING:

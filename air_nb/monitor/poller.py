@@ -18,7 +18,7 @@ from air_nb.monitor.history import History
 from air_nb.monitor.holders import Holder, Holders
 from air_nb.monitor.host import HostSample, HostSampler
 from air_nb.monitor.presence import Presence, ViewState
-from air_nb.monitor.sample import GpuReport
+from air_nb.monitor.gpu_report import GpuReport
 from air_nb.runs.forked import abandon_in_children
 
 __all__ = ["Poller", "PollerStatus", "Snapshot"]

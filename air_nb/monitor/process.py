@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from air_nb.monitor.sample import DriverState, GpuReport, utc_now
+from air_nb.monitor.gpu_report import DriverState, GpuReport, utc_now
 from air_nb.runs.liveness import ProcessId, call_when_gone
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from air_nb.monitor.locks import GpuLocks, Held, Taken
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from air_nb.monitor.sample import GpuSample
+    from air_nb.monitor.gpu_report import GpuSample
 
 __all__ = ["reserve_gpus"]
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from air_nb.monitor.sample import DriverState, GpuReport, utc_now
+from air_nb.monitor.gpu_report import DriverState, GpuReport, utc_now
 from air_nb.runs.forked import abandon_in_children
 from air_nb.runs.liveness import ProcessId
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from air_nb.monitor.sample import DriverState, GpuReport, GpuSample, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState
 from air_nb.monitor.text import describe_memory, gib, plural
 from air_nb.monitor.throttle import describe_slowdown
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from air_nb.monitor.holders import Holder
     from air_nb.monitor.host import HostSample
-    from air_nb.monitor.sample import GpuProcess
+    from air_nb.monitor.gpu_report import GpuProcess
 
 __all__ = ["gpu_table"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from air_nb.monitor.sample import GpuProcess, GpuSample
+    from air_nb.monitor.gpu_report import GpuProcess, GpuSample
 
 __all__ = ["describe_memory", "describe_process", "gib", "plural", "process_label"]
 

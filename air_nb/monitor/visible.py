@@ -9,7 +9,7 @@ different models share a machine.
 
 from __future__ import annotations
 
-from air_nb.monitor.sample import GpuReport, GpuSample
+from air_nb.monitor.gpu_report import GpuReport, GpuSample
 
 __all__ = ["visible_gpus"]
 

@@ -11,7 +11,7 @@ from air_nb.errors import DeviceError
 from air_nb.monitor.choose import choose_gpus
 from air_nb.monitor.locks import GpuLocks, default_lock_directory
 from air_nb.monitor.reserve import reserve_gpus
-from air_nb.monitor.sample import DriverState
+from air_nb.monitor.gpu_report import DriverState
 from air_nb.monitor.visible import visible_gpus
 from air_nb.topology import Topology
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
-    from air_nb.monitor.sample import GpuReport, GpuSample
+    from air_nb.monitor.gpu_report import GpuReport, GpuSample
     from air_nb.monitor.sampler import Sampler
     from air_nb.options import RunOptions
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from air_nb.monitor.sample import DriverState, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuState
 from air_nb.runs.paths import home, is_network_path, node_local
 from air_nb.session.versions import MINIMUM_VERSIONS, is_too_old, minimum_text
 

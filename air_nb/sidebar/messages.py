@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from air_nb.monitor.sample import DriverState
+from air_nb.monitor.gpu_report import DriverState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from air_nb.monitor.holders import Holder
     from air_nb.monitor.host import HostSample
     from air_nb.monitor.poller import PollerStatus, Snapshot
-    from air_nb.monitor.sample import GpuProcess, GpuReport, GpuSample
+    from air_nb.monitor.gpu_report import GpuProcess, GpuReport, GpuSample
     from air_nb.sidebar.rows import LogChunk, RootRows, RunRow
 
 __all__ = [

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from air_nb.errors import DeviceError
 from air_nb.monitor.choose import choose_gpus
-from air_nb.monitor.sample import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
 
 H100 = "NVIDIA H100 80GB HBM3"
 A100 = "NVIDIA A100-SXM4-40GB"

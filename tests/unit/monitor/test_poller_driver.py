@@ -10,7 +10,7 @@ import pytest
 from air_nb.monitor import Sampler
 from air_nb.monitor.holders import HolderKind
 from air_nb.monitor.poller import Poller
-from air_nb.monitor.sample import DriverState, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuState
 from air_nb.monitor.sampler import Sampler as RealSampler
 
 LONG_S = 30.0

@@ -10,7 +10,7 @@ from air_nb.errors import DeviceError
 from air_nb.monitor.choose import choose_gpus
 from air_nb.monitor.locks import GpuLocks, Held
 from air_nb.monitor.reserve import reserve_gpus
-from air_nb.monitor.sample import DriverState, GpuReport, GpuSample
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample
 
 ROOT = Path(__file__).parents[3]
 FOUR = GpuReport(
@@ -74,7 +74,7 @@ from pathlib import Path
 from air_nb.monitor.choose import choose_gpus
 from air_nb.monitor.locks import GpuLocks
 from air_nb.monitor.reserve import reserve_gpus
-from air_nb.monitor.sample import DriverState, GpuReport, GpuSample
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample
 
 report = GpuReport(datetime.now(UTC), DriverState.OK, gpus=tuple(GpuSample(i, f"GPU-{i}", "H100") for i in range(4)))
 sys.stdin.readline()

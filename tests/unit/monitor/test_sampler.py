@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from air_nb.monitor import sampler as sampler_module
-from air_nb.monitor.sample import DriverState, GpuProcess, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuState
 from air_nb.monitor.sampler import Sampler
 from tests.nvml.stub import LIBRARY
 

@@ -6,7 +6,7 @@ import pytest
 
 from air_nb.monitor.holders import Holder, HolderKind
 from air_nb.monitor.host import HostSample
-from air_nb.monitor.sample import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
 from air_nb.monitor.table import gpu_table
 
 GIB = 1 << 30

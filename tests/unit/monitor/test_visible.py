@@ -2,7 +2,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from air_nb.monitor.sample import DriverState, GpuReport, GpuSample, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState
 from air_nb.monitor.visible import visible_gpus
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44")

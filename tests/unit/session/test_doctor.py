@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from air_nb.monitor.sample import DriverState, GpuReport, GpuSample, GpuState, utc_now
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState, utc_now
 from air_nb.session import doctor
 from air_nb.session.doctor import Finding, doctor_text, findings
 

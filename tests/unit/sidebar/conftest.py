@@ -15,7 +15,7 @@ from air_nb.monitor.holders import Holder, HolderKind
 from air_nb.monitor.host import HostSample
 from air_nb.monitor.poller import PollerStatus, Snapshot
 from air_nb.monitor.presence import ViewState
-from air_nb.monitor.sample import DriverState, GpuProcess, GpuReport, GpuSample
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample
 from air_nb.sidebar.hub import Hub
 from air_nb.sidebar.messages import Facts
 from air_nb.sidebar.rows import CheckpointRow, LogChunk, RootRows, RunRow

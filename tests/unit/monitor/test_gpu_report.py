@@ -1,7 +1,7 @@
 import json
 from datetime import UTC, datetime, timedelta
 
-from air_nb.monitor.sample import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
 
 FULL = GpuReport(
     at=datetime(2026, 11, 29, 16, 0, tzinfo=UTC),
