@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from air_nb.errors import DeviceError
-from air_nb.monitor.gpu_type import GpuType, parse_gpu_type
 from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState
+from air_nb.monitor.gpu_type import GpuType, parse_gpu_type
 from air_nb.monitor.text import describe_memory, describe_process, plural
 from air_nb.monitor.visible import visible_gpus
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, Protocol
 
+from air_nb.monitor.gpu_report import GpuReport
 from air_nb.monitor.history import History
 from air_nb.monitor.holders import Holder, Holders
 from air_nb.monitor.host import HostSample, HostSampler
 from air_nb.monitor.presence import Presence, ViewState
-from air_nb.monitor.gpu_report import GpuReport
 from air_nb.runs.forked import abandon_in_children
 
 __all__ = ["Poller", "PollerStatus", "Snapshot"]

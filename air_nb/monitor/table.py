@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from datetime import datetime
 
+    from air_nb.monitor.gpu_report import GpuProcess
     from air_nb.monitor.holders import Holder
     from air_nb.monitor.host import HostSample
-    from air_nb.monitor.gpu_report import GpuProcess
 
 __all__ = ["gpu_table"]
 

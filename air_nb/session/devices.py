@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from air_nb.errors import DeviceError
 from air_nb.monitor.choose import choose_gpus
+from air_nb.monitor.gpu_report import DriverState
 from air_nb.monitor.locks import GpuLocks, default_lock_directory
 from air_nb.monitor.reserve import reserve_gpus
-from air_nb.monitor.gpu_report import DriverState
 from air_nb.monitor.visible import visible_gpus
 from air_nb.topology import Topology
 

@@ -16,10 +16,10 @@ from air_nb.monitor.gpu_report import DriverState
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from air_nb.monitor.gpu_report import GpuProcess, GpuReport, GpuSample
     from air_nb.monitor.holders import Holder
     from air_nb.monitor.host import HostSample
     from air_nb.monitor.poller import PollerStatus, Snapshot
-    from air_nb.monitor.gpu_report import GpuProcess, GpuReport, GpuSample
     from air_nb.sidebar.rows import LogChunk, RootRows, RunRow
 
 __all__ = [

@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState
 from air_nb.monitor.history import History
 from air_nb.monitor.host import HostSample
-from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState
 
 START = datetime(2026, 11, 29, 16, 0, tzinfo=UTC)
 NAN = pytest.approx(math.nan, nan_ok=True)

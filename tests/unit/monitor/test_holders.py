@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from air_nb.monitor import holders as holders_module
-from air_nb.monitor.holders import Holder, HolderKind, Holders
 from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample, utc_now
+from air_nb.monitor.holders import Holder, HolderKind, Holders
 from air_nb.protocol.messages import RunState
 from air_nb.runs.directory import RunRecord
 from air_nb.runs.liveness import ProcessId

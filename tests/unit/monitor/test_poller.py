@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample
 from air_nb.monitor.host import HostSample
 from air_nb.monitor.poller import Poller, PollerStatus
-from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample
 
 START = datetime(2026, 11, 29, 16, 0, tzinfo=UTC)
 HOURS = 3600

@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from air_nb.monitor import Sampler
+from air_nb.monitor.gpu_report import DriverState, GpuState
 from air_nb.monitor.holders import HolderKind
 from air_nb.monitor.poller import Poller
-from air_nb.monitor.gpu_report import DriverState, GpuState
 from air_nb.monitor.sampler import Sampler as RealSampler
 
 LONG_S = 30.0

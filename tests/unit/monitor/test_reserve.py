@@ -8,9 +8,9 @@ import pytest
 
 from air_nb.errors import DeviceError
 from air_nb.monitor.choose import choose_gpus
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample
 from air_nb.monitor.locks import GpuLocks, Held
 from air_nb.monitor.reserve import reserve_gpus
-from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample
 
 ROOT = Path(__file__).parents[3]
 FOUR = GpuReport(

@@ -4,9 +4,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
 from air_nb.monitor.holders import Holder, HolderKind
 from air_nb.monitor.host import HostSample
-from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample, GpuState
 from air_nb.monitor.table import gpu_table
 
 GIB = 1 << 30

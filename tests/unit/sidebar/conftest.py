@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample
 from air_nb.monitor.history import History
 from air_nb.monitor.holders import Holder, HolderKind
 from air_nb.monitor.host import HostSample
 from air_nb.monitor.poller import PollerStatus, Snapshot
 from air_nb.monitor.presence import ViewState
-from air_nb.monitor.gpu_report import DriverState, GpuProcess, GpuReport, GpuSample
 from air_nb.sidebar.hub import Hub
 from air_nb.sidebar.messages import Facts
 from air_nb.sidebar.rows import CheckpointRow, LogChunk, RootRows, RunRow

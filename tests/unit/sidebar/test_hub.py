@@ -192,11 +192,11 @@ def test_the_views_of_a_page_that_has_gone_without_a_word_are_gone_at_the_next_s
     connection = hub.connect(lambda message: None, lambda: None, lambda: is_there)
     hub.receive(connection, {"type": "presence", "view": "v", "state": "active"})
     hub.on_sample(snapshot())
-    assert poller.views["v"] is ViewState.ACTIVE
+    assert poller.views == {"v": ViewState.ACTIVE}
     is_there = False
     assert not hub.is_in_sight()
     hub.on_sample(snapshot())
-    assert poller.views["v"] is ViewState.GONE
+    assert poller.views == {"v": ViewState.GONE}
 
 
 def test_the_views_of_a_page_that_hangs_up_are_gone(hub, poller, settled):

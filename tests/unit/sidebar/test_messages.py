@@ -6,9 +6,9 @@ import json
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 
+from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState
 from air_nb.monitor.history import History
 from air_nb.monitor.host import HostSample
-from air_nb.monitor.gpu_report import DriverState, GpuReport, GpuSample, GpuState
 from air_nb.sidebar import messages
 from air_nb.sidebar.rows import CheckpointRow, Link, LogChunk, RootRows, RunRow
 from tests.unit.sidebar.conftest import checkpoint_row, run_row, snapshot
