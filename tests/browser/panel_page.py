@@ -62,6 +62,16 @@ window.unmount = panel.mount(model, document.getElementById('root'));
 </script></body></html>"""
 
 
+# The module may have been imported long before the test: the page's time begins with the kernel's.
+_CLOCK = """(() => {
+  const Real = Date, late_ms = Real.now() - %d;
+  window.Date = class extends Real {
+    constructor(...given) { given.length ? super(...given) : super(Real.now() - late_ms); }
+    static now() { return Real.now() - late_ms; }
+  };
+})();"""
+
+
 class PanelPage:
     """See the module.
 
@@ -77,6 +87,7 @@ class PanelPage:
         page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         is_light = {"light": "true", "dark": "false"}
         self._html = _PAGE.format(body=f'data-jp-theme-light="{is_light[theme]}"' if theme else "")
+        page.add_init_script(_CLOCK % (AT * 1000))
         page.route("**/*", self._serve)
         page.goto(f"{_ORIGIN}/page.html")
         page.wait_for_function("() => window.unmount")

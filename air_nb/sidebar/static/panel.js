@@ -807,7 +807,7 @@ class GpuSection {
     this.panel = panel;
     this.fold = new Fold('GPUs');
     this.reason = make('p', { class: 'air-notice', hidden: true }, make('span'));
-    this.cards = make('ul', { class: 'air-cards', 'aria-label': 'GPUs', hidden: true });
+    this.cards = make('ul', { class: 'air-cards air-scroll', 'aria-label': 'GPUs', hidden: true });
     this.cardRows = new KeyedList(this.cards, gpu => new GpuCard(panel, gpu));
     this.lines = make('ul', { class: 'air-scroll', 'aria-label': 'GPUs', hidden: true });
     this.lineRows = new KeyedList(this.lines, gpu => new GpuRow(panel, gpu));
