@@ -19,6 +19,8 @@ from air_nb.runs.paths import home_path, is_network_path
 
 __all__ = ["HostSample", "HostSampler"]
 
+_FIRST_PERIOD_S = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class HostSample:
@@ -26,7 +28,7 @@ class HostSample:
 
     Attributes:
         at: When it was sampled (UTC).
-        cpu_percent: Part of the CPUs that was busy since the sample before; None the first time.
+        cpu_percent: Part of the CPUs that was busy since the sample before, the first time in 0.2 s; None if unknown.
         cpu_count: CPUs that this process may use, a part of one counted as one.
         memory_used_bytes: Without caches that would be given up.
         memory_total_bytes: Of the machine, or the limit of the container.
@@ -78,8 +80,11 @@ class HostSampler:
         )
 
     def _cpu_percent(self) -> float | None:
+        if self._before is None:  # the panel opens with a value, not with ten seconds of none
+            self._before = self._cpu_time()
+            time.sleep(_FIRST_PERIOD_S)
         before, self._before = self._before, self._cpu_time()
-        if before is None or self._before.could_s <= before.could_s:
+        if self._before.could_s <= before.could_s:
             return None
         busy = (self._before.busy_s - before.busy_s) / (self._before.could_s - before.could_s)
         return min(100.0, max(0.0, 100 * busy))

@@ -124,8 +124,12 @@ def stacks_text(run: str) -> str:
     return "\n".join(lines)
 
 
-def stop_run(run: str) -> str:
+def stop_run(run: str, by: str = "%air stop") -> str:
     """Ask for a run's stop, whoever launched it, and wait until it is done, so that the answer is true.
+
+    Args:
+        run: Name or id.
+        by: What the run's record says of it.
 
     Raises:
         LookupError: There is no such run.
@@ -133,7 +137,7 @@ def stop_run(run: str) -> str:
     directory, record = find_run(run)
     if not record.is_live:
         return f"run {record.name} has ended already: {record.state}"
-    directory.request_stop("%air stop")
+    directory.request_stop(by)
     end = time.monotonic() + _STOP_WAIT_S
     while time.monotonic() < end:
         time.sleep(0.05)

@@ -60,7 +60,7 @@ class PanelActions:
     def stop(self, run_id: str) -> str:
         """See ``Actions``."""
         self._index.find(run_id)  # `stop_run` takes names, too
-        return stop_run(run_id)
+        return stop_run(run_id, by="Stop in the panel")
 
     def log(self, run_id: str, rank: int, offset: int) -> LogChunk:
         """See ``Actions``: both streams, in the order of ``%air logs``; behind them, how the run failed.

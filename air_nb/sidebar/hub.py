@@ -180,9 +180,9 @@ class Hub:
         self._push(messages.status(status))
 
     def runs_changed(self) -> None:
-        """A run of this kernel has started or ended: look at once."""
+        """A run of this kernel has started or ended: look at once, also for what it has saved."""
         if self._is_watched():
-            self._runs.wake()
+            self._refresh_rows()
 
     def _push(self, message: Message) -> None:
         for connection in self._pages.awake():

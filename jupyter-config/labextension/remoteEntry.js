@@ -23,6 +23,7 @@
   const LAST_RETRY_MS = 30000;
   const SAY_BUSY_MS = 3000;
   const CLOSE_MS = 5000; // for the subshell to hear the farewell, at most
+  const FLUSH_MS = 1000;
   const LOAD = 'Run %load_ext air_nb in this notebook.';
   const HINTS = {
     none: 'Open a notebook to see its GPUs, runs and checkpoints.',
@@ -70,6 +71,18 @@
     },
   };
 
+  /** The subshell that this tab's page before has left behind in a kernel. */
+  const leftover = {
+    key: kernelId => `air-nb-subshell:${kernelId}`,
+    put: (kernelId, id) => id && memory.attempt(() => sessionStorage.setItem(leftover.key(kernelId), id)),
+    take: kernelId =>
+      memory.attempt(() => {
+        const id = sessionStorage.getItem(leftover.key(kernelId));
+        sessionStorage.removeItem(leftover.key(kernelId));
+        return id;
+      }),
+  };
+
   // ------------------------------------------------------------------------------------------- the way to a kernel
 
   /**
@@ -85,6 +98,7 @@
      */
     constructor(settings, kernelId, events) {
       this.events = events;
+      this.kernelId = kernelId;
       this.session = randomId();
       this.commId = randomId();
       this.subshell = null;
@@ -101,6 +115,8 @@
     async #open() {
       const reply = await this.#ask('create_subshell_request', 'control', {});
       if (this.socket.readyState !== WebSocket.OPEN) return;
+      const old = leftover.take(this.kernelId);
+      if (old) this.#post('delete_subshell_request', 'control', { subshell_id: old });
       // Without one (an old kernel) the comm lives in the main shell and answers between cells.
       this.subshell = reply?.status === 'ok' ? reply.subshell_id : null;
       this.isOpen = true;
@@ -189,7 +205,8 @@
         socket.onmessage = null;
         if (subshell && socket.readyState === WebSocket.OPEN)
           this.#post('delete_subshell_request', 'control', { subshell_id: subshell });
-        if (!isNow) socket.close(); // a page that goes away would lose what it has just sent
+        // Not at once: the server drops what it has not passed on to the kernel yet when a connection closes.
+        if (!isNow) setTimeout(() => socket.close(), FLUSH_MS);
       };
       // The subshell must have heard the farewell before it is deleted: the kernel is idle again after that message.
       socket.onmessage = ({ data }) => {
@@ -197,8 +214,10 @@
         const { parent_header: parent, content } = JSON.parse(data);
         if (parent?.msg_id === farewell && content.execution_state === 'idle') finish();
       };
-      if (isNow) finish();
-      else this.closing = setTimeout(finish, CLOSE_MS);
+      if (isNow) {
+        finish(); // which may be lost, so the page that comes next does it again
+        leftover.put(this.kernelId, subshell);
+      } else this.closing = setTimeout(finish, CLOSE_MS);
     }
   }
 

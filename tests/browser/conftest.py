@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -35,8 +35,14 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def lab(browser, tmp_path_factory) -> Iterator[Lab]:
-    with running_lab(tmp_path_factory.mktemp("lab")) as lab:
+def lab_options() -> dict[str, Any]:
+    """Options of `Lab`, for a module to override."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def lab(browser, lab_options, tmp_path_factory) -> Iterator[Lab]:
+    with running_lab(tmp_path_factory.mktemp("lab"), **lab_options) as lab:
         yield lab
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,9 @@ new PerformanceObserver(list => window.airLongTasks.push(...list.getEntries().ma
 new PerformanceObserver(list => window.airSlowScripts.push(...list.getEntries().flatMap(entry => entry.scripts)
   .map(script => `${Math.round(script.duration)} ms ${script.invoker}`))).observe({type: 'long-animation-frame'});
 """
-_PROMPT = "index => document.querySelectorAll('.jp-Notebook .jp-Cell')[index].querySelector('.jp-InputPrompt')"
+# Of the notebook in front: others that are open stay in the page, hidden.
+_CELLS = ".jp-NotebookPanel:not(.lm-mod-hidden) .jp-Notebook .jp-Cell"
+_PROMPT = f"index => document.querySelectorAll('{_CELLS}')[index].querySelector('.jp-InputPrompt')"
 _IS_DONE = rf"index => /\[\d+\]/.test(({_PROMPT})(index).textContent)"
 
 
@@ -57,16 +59,28 @@ class Lab:
     Args:
         home: Directory for everything of this server: notebooks, settings, connection files, log.
         theme: JupyterLab's name of it.
+        env: More variables for the server, and so for its kernels.
+        python: Of the environment that the server runs in.
+        app: Module that is the server: ``jupyterlab`` or ``notebook``.
     """
 
-    def __init__(self, home: Path, *, theme: str = "JupyterLab Light") -> None:
+    def __init__(
+        self,
+        home: Path,
+        *,
+        theme: str = "JupyterLab Light",
+        env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        app: str = "jupyterlab",
+    ) -> None:
         self.root = home / "notebooks"
         self.runtime = home / "runtime"
         self._log = home / "server.log"
+        self._page_config = home / "config" / "labconfig" / "page_config.json"
         self._token = secrets.token_hex(16)
         self.root.mkdir()
         self._write_settings(home / "settings", theme)
-        self.process = self._start(home)
+        self.process = self._start(home, [python, "-m", app], env or {})
         self.url = self._wait_for_url()
 
     @staticmethod
@@ -80,7 +94,7 @@ class Lab:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
 
-    def _start(self, home: Path) -> subprocess.Popen[bytes]:
+    def _start(self, home: Path, program: list[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         folders = {
             "HOME": home,
             "JUPYTER_CONFIG_DIR": home / "config",
@@ -89,7 +103,7 @@ class Lab:
             "JUPYTERLAB_SETTINGS_DIR": home / "settings",
             "JUPYTERLAB_WORKSPACES_DIR": home / "workspaces",
         }
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
+        command = [*program, "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
         options = {
             "ServerApp.base_url": BASE_URL,
             "ServerApp.root_dir": self.root,
@@ -99,7 +113,12 @@ class Lab:
         with self._log.open("wb") as log:
             return subprocess.Popen(
                 [*command, *(f"--{name}={value}" for name, value in options.items())],
-                env={**os.environ, **{name: str(path) for name, path in folders.items()}, "AIR_NB_DEVICE": "cpu"},
+                env={
+                    **os.environ,
+                    **{name: str(path) for name, path in folders.items()},
+                    "AIR_NB_DEVICE": "cpu",
+                    **env,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -131,9 +150,30 @@ class Lab:
         """Address of a notebook in a workspace of its own, with nothing restored from the page before."""
         return f"{self.url}lab/workspaces/{Path(notebook).stem}/tree/{notebook}?token={self._token}&reset"
 
+    @contextmanager
+    def without_extensions(self, *names: str) -> Iterator[None]:
+        """Pages that are loaded meanwhile lack these: as after ``jupyter labextension disable``."""
+        self._page_config.parent.mkdir(parents=True, exist_ok=True)
+        self._page_config.write_text(json.dumps({"disabledExtensions": dict.fromkeys(names, True)}))
+        try:
+            yield
+        finally:
+            self._page_config.unlink()
+
+    def write_notebook(self, name: str, sources: Sequence[str]) -> Path:
+        """A notebook of these cells."""
+        spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        cells = [new_code_cell(source) for source in sources]
+        nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": spec}), self.root / name)
+        return self.root / name
+
     def kernel_of(self, notebook: str) -> str | None:
         """Id of a notebook's kernel."""
         return next((s["kernel"]["id"] for s in self.api("sessions") if s["path"] == notebook), None)
+
+    def kernel_state(self, notebook: str) -> str | None:
+        """What the server holds a notebook's kernel for: busy kernels are not culled."""
+        return next((s["kernel"]["execution_state"] for s in self.api("sessions") if s["path"] == notebook), None)
 
     def connection_file(self, notebook: str) -> Path:
         """With which another client reaches the notebook's kernel."""
@@ -156,9 +196,9 @@ class Lab:
 
 
 @contextmanager
-def running_lab(home: Path, *, theme: str = "JupyterLab Light") -> Iterator[Lab]:
-    """A server, ended whatever happens."""
-    lab = Lab(home, theme=theme)
+def running_lab(home: Path, **options: Any) -> Iterator[Lab]:
+    """A server, ended whatever happens; the options are those of `Lab`."""
+    lab = Lab(home, **options)
     try:
         yield lab
     finally:
@@ -178,19 +218,41 @@ class NotebookPage:
     def __init__(self, page: Page, lab: Lab, name: str, sources: Sequence[str]) -> None:
         self.page = page
         self.name = name
-        self.file = lab.root / name
+        self.file = lab.write_notebook(name, sources)
         self._lab = lab
-        spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-        notebook = new_notebook(cells=[new_code_cell(source) for source in sources], metadata={"kernelspec": spec})
-        nbformat.write(notebook, self.file)
         page.add_init_script(_RECORD_LONG_TASKS)
         page.goto(lab.page_url(name))
-        page.wait_for_selector(".jp-Notebook .jp-CodeCell .cm-content", timeout=60_000)
+        self._wait_for_cells()
         self.wait_for_idle()
 
+    def _wait_for_cells(self) -> None:
+        self.page.wait_for_selector(f"{_CELLS} .cm-content", timeout=60_000)
+
+    def reload(self) -> None:
+        """Load the page again, with what it had open."""
+        self.page.goto(self.page.url.replace("&reset", "").replace("?reset", ""))
+        self._wait_for_cells()
+
+    def open_another(self, name: str, sources: Sequence[str]) -> None:
+        """Make a second notebook and open it in front of this one, in the same page."""
+        self._lab.write_notebook(name, sources)
+        self.page.locator('[data-command="filebrowser:refresh"]').click()
+        self.page.locator(".jp-DirListing-item", has_text=name).dblclick()
+        self.bring_to_front(name)
+        self._wait_for_cells()
+        self.wait_for_idle()
+
+    def bring_to_front(self, name: str) -> None:
+        """Click on a notebook's tab."""
+        self.page.locator("#jp-main-dock-panel .lm-TabBar-tab", has_text=name).click()
+
+    def wait_for_status(self, status: str, timeout_s: float = 60.0) -> None:
+        """Until the kernel is shown as ``Idle`` or ``Busy`` in the status bar."""
+        self.page.locator("#jp-main-statusbar", has_text=f"ipykernel) | {status}").wait_for(timeout=timeout_s * 1000)
+
     def wait_for_idle(self, timeout_s: float = 60.0) -> None:
-        """Until the kernel is shown as idle in the status bar (the toolbar's circle also is when there is none yet)."""
-        self.page.locator("#jp-main-statusbar", has_text="ipykernel) | Idle").wait_for(timeout=timeout_s * 1000)
+        """Until the kernel is idle by the status bar (the toolbar's circle also is when there is none yet)."""
+        self.wait_for_status("Idle", timeout_s)
 
     def start(self, index: int) -> None:
         """Run a cell and return at once."""
@@ -235,6 +297,12 @@ class NotebookPage:
         """Scripts in frames that took over 50 ms: how long, and what called them."""
         return [str(each) for each in self.page.evaluate("() => window.airSlowScripts")]
 
+    def choose_theme(self, theme: str) -> None:
+        """From the menu."""
+        self.page.locator(".lm-MenuBar-item", has_text="Settings").click()
+        for label in ("Theme", theme):
+            self.page.locator(".lm-Menu-itemLabel").get_by_text(label, exact=True).click()
+
     def press_stop(self) -> None:
         """The toolbar's button."""
         self._toolbar("interrupt-kernel").click()
@@ -252,7 +320,8 @@ class NotebookPage:
         return self.file.read_bytes()
 
     def _cell(self, index: int) -> Any:
-        return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+        return self.page.locator(_CELLS).nth(index)
 
     def _toolbar(self, command: str) -> Any:
-        return self.page.locator(f'.jp-NotebookPanel-toolbar [data-command="notebook:{command}"]')
+        toolbar = ".jp-NotebookPanel:not(.lm-mod-hidden) .jp-NotebookPanel-toolbar"
+        return self.page.locator(f'{toolbar} [data-command="notebook:{command}"]')

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.browser.lab import BASE_URL
+from tests.browser.sidebar_page import SidebarPage
 
 pytest.importorskip("mlflow")
 pytest.importorskip("jupyter_server_proxy")
 
 _START_S = 120.0
 
-_LOAD = "%env AIR_NB_TRACKING=1\n%load_ext air_nb"
+_LOAD = "%env AIR_NB_TRACKING=1\n%env AIR_NB_SIDEBAR=1\n%load_ext air_nb"
 _TRAIN = """\
 %%distributed --nproc 2 --name calm-otter-41
 import mlflow
@@ -37,3 +38,8 @@ def test_a_click_on_the_header_opens_the_page_of_the_run_with_the_metric_of_the_
     page.get_by_text("training_loss").first.wait_for()
     page.get_by_text("0.6375").first.wait_for()
     (screenshots / "mlflow_run.png").write_bytes(page.screenshot())
+
+    row = SidebarPage(notebook.page).wait_for_run("calm-otter-41", "Finished")
+    with notebook.page.expect_popup() as opened:
+        row.get_by_role("link", name="MLflow").click()
+    opened.value.wait_for_url(page.url, timeout=_START_S * 1000)

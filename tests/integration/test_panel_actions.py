@@ -70,14 +70,16 @@ def test_a_cell_that_is_followed_is_seen_and_stopped_as_by_air_stop(panelled: Ke
     )
     assert cell.error is not None
     assert cell.error["ename"] == "RunStoppedError"
-    assert "the run was stopped: %air stop." in cell.traceback
+    assert "the run was stopped: Stop in the panel." in cell.traceback
     panelled.ok("thread.join()")
     assert _value(panelled, "seen") == [
         ("RUNNING", True, True, False),
         "from 1\nlast 1\n",
         "run watched was stopped",
     ]
-    assert _value(panelled, "[(row_of('watched').state, row_of('watched').reason)]") == [("KILLED", "%air stop")]
+    assert _value(panelled, "[(row_of('watched').state, row_of('watched').reason)]") == [
+        ("KILLED", "Stop in the panel")
+    ]
 
 
 def test_runs_of_another_notebook_are_seen_and_stopped(panelled: Kernel, tmp_path: Path):

@@ -138,7 +138,7 @@ def test_an_interrupt_of_a_cell_does_not_hit_it_and_stop_ends_it(kernel, trained
     held.unlink()  # it saves at the end of the step, and may take its time for that
     assert kernel.value(f"PanelActions(get_session()).stop({directory.run_id!r})").endswith("was stopped'")
     record = _record(directory)
-    assert (record.state, record.reason) == ("KILLED", "%air stop")
+    assert (record.state, record.reason) == ("KILLED", "Stop in the panel")
 
 
 def test_a_failure_is_in_its_row_and_at_the_end_of_its_log(kernel, trained, held):

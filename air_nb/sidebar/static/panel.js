@@ -1305,14 +1305,17 @@ class CheckpointRow {
     setText(this.problem, row.problem ?? '');
     this.problem.hidden = !row.problem;
     setTone(this.problem, tone === 'bad' ? 'bad' : '');
-    this.resume.update({
-      subject: name,
-      why: row.can_resume ? '' : 'The run that wrote it can’t be launched again from here',
-    });
+    this.resume.update({ subject: name, why: row.can_resume ? '' : this.#whyNot(row) });
     this.copy.update({ subject: `--resume option of ${name}` });
     this.verify.update({ subject: name });
     this.verify.setBusy(row.verifying);
     this.tick();
+  }
+
+  #whyNot({ run_id: id }) {
+    const isLive = this.panel.runs.some(run => run.run_id === id && run.is_live);
+    if (isLive) return 'The run that wrote it goes on: stop it first';
+    return 'The run that wrote it can’t be launched again from here';
   }
 
   tick() {
