@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -156,16 +157,21 @@ def _advise(pages: mmap.mmap, advice: int) -> None:
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy all sources to their targets: ``(target, source)``."""
-    n_threads = min(torch.get_num_threads(), _MOST_THREADS)
     plain: list[tuple[torch.Tensor, torch.Tensor]] = []
     for target, source in pairs:
-        if n_threads > 1 and _is_plain(source):
+        if _is_plain(source):
             plain.append((target, source))
         else:
             target.copy_(source, non_blocking=True)
-    _copy_bytes(plain, n_threads)
+    _copy_bytes(plain, _n_threads())
     for device in {source.device for _, source in pairs if source.is_cuda}:
         torch.cuda.synchronize(device)
+
+
+def _n_threads() -> int:
+    """This rank's share of the cores: it computes nothing meanwhile, so torch's number of threads does not count."""
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_THREADS))
 
 
 def _is_plain(source: torch.Tensor) -> bool:
@@ -192,7 +198,7 @@ def _copy_bytes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], n_threads: i
                 return
             np.copyto(*chunk)
 
-    if sum(source.nbytes for _, source in pairs) <= _CHUNK_BYTES:
+    if n_threads == 1 or sum(source.nbytes for _, source in pairs) <= _CHUNK_BYTES:
         work()
         return
     with ThreadPoolExecutor(n_threads - 1, thread_name_prefix="air_nb-host-copy") as pool:

@@ -21,11 +21,9 @@ def host():
 
 
 @pytest.fixture(params=[1, 3], ids=lambda n: f"{n} threads")
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request, monkeypatch):
+    monkeypatch.setattr(host_copy, "_n_threads", lambda: request.param)
+    return request.param
 
 
 def live_tensors():
@@ -198,9 +196,7 @@ def test_without_memory_to_prepare_the_copy_says_so(host, monkeypatch):
 
 
 def test_an_error_in_a_thread_of_the_copy_is_raised(host, monkeypatch):
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-
+    monkeypatch.setattr(host_copy, "_n_threads", lambda: 3)
     failed = threading.Event()
 
     def fail(to, from_):
@@ -211,11 +207,17 @@ def test_an_error_in_a_thread_of_the_copy_is_raised(host, monkeypatch):
             raise OSError("bad page")
 
     monkeypatch.setattr("air_nb.checkpoint.host_copy.np.copyto", fail)
-    try:
-        with pytest.raises(OSError, match="bad page"):
-            host.copy(filled(1))
-    finally:
-        torch.set_num_threads(torch_threads)
+    with pytest.raises(OSError, match="bad page"):
+        host.copy(filled(1))
+
+
+def test_each_rank_has_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(16)))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert host_copy._n_threads() == 4
+    for ranks, threads in ((8, 2), (16, 1), (32, 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert host_copy._n_threads() == threads
 
 
 def test_closing_frees_the_memory(host):
