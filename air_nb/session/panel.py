@@ -48,6 +48,7 @@ class PanelActions:
         self._lock = threading.Lock()
         self._positions: OrderedDict[tuple[str, int, int], Position] = OrderedDict()
         self._background: list[BackgroundRun] = []
+        self._is_closed = False
 
     def runs(self) -> list[RunRow]:
         """See ``Actions``."""
@@ -106,6 +107,9 @@ class PanelActions:
         with self._lock:
             self._background = [one for one in self._background if not one.is_over]
             self._background.append(run)
+            is_closed = self._is_closed
+        if is_closed:  # meanwhile
+            run.stop()
         return run.run_id
 
     def verify(self, path: str) -> str:
@@ -123,6 +127,7 @@ class PanelActions:
     def close(self) -> None:
         """End the runs that were resumed here, and wait for that (bounded)."""
         with self._lock:
+            self._is_closed = True
             background, self._background = self._background, []
         for run in background:
             run.stop()

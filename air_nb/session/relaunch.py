@@ -93,7 +93,7 @@ def relaunch(session: Session, directory: RunDirectory, record: RunRecord, check
         DeviceError: The devices are not there or not free.
         LauncherError: The run can't be written, or no launcher be started.
     """
-    if why := why_not(directory, record):
+    if why := why_not(directory, record) or _why_not_twice(record):
         raise RunError(_refusal(record, why), run_id=record.run_id)
     task = _read_task(directory, record)
     options = _options(record, checkpoint)
@@ -104,6 +104,12 @@ def relaunch(session: Session, directory: RunDirectory, record: RunRecord, check
         run = BackgroundRun(session, _Recorded(directory, record, task), options, placement.topology, name)
         run.start(held.pop_all())
     return run
+
+
+def _why_not_twice(record: RunRecord) -> str:
+    """Two runs of one payload would write checkpoints to one root."""
+    again = (other for _, other in all_runs() if other.resumed_from == record.run_id and other.is_live)
+    return next((f"that was done, and run {other.name} has not ended: stop it first" for other in again), "")
 
 
 class _Recorded:
@@ -172,12 +178,14 @@ class BackgroundRun:
         try:
             # Here and not on the thread: a session that is closed meanwhile must not be given a new launcher.
             self._launcher, _ = self._session.borrow_launcher(cold=False)
+            self._held = held
+            self._thread.start()
         except BaseException:
+            if self._launcher is not None:
+                self._launcher.give_back()
             held.close()
             shutil.rmtree(self._directory.path, ignore_errors=True)
             raise
-        self._held = held
-        self._thread.start()
 
     def stop(self) -> None:
         """End every rank now; returns at once."""

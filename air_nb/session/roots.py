@@ -1,7 +1,7 @@
 """What lies in the roots of checkpoints: listed on threads of their own, so that a disk that hangs holds up nobody.
 
-At most one thread (``air_nb-list-checkpoints``) per root and eight at a time. They are daemons and nobody joins them:
-one that waits for a dead file server can't be ended, and only reads.
+At most one thread (``air_nb-list-checkpoints``) per root and eight at a time, besides those that hang. They are daemons
+and nobody joins them: one that waits for a dead file server can't be ended, and only reads.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Listing", "Roots", "root_of"]
 
 _MAX_THREADS = 8
+_MAX_HUNG = 32
 _WAIT_S = 0.25
 _LOOK_S = 1.0
 _REMOTE_LOOK_S = 30.0
@@ -74,24 +75,40 @@ class Roots:
         """
         with self._changed:
             self._roots = {root: self._roots.get(root) or _Root() for root in recorded}
-            now = time.monotonic()
-            started = [root for root, paths in recorded.items() if self._look(root, paths, now)]
+            end = time.monotonic() + _WAIT_S
+            started = self._start_due(recorded, end)
             local = [self._roots[root] for root in started if not _is_url(root)]
-            self._changed.wait_for(lambda: not any(known.is_busy for known in local), _WAIT_S)
+            self._changed.wait_for(lambda: not any(known.is_busy for known in local), _left_s(end))
             now = time.monotonic()
             return {root: _shown(known, now) for root, known in self._roots.items()}
 
-    def _look(self, root: str, paths: frozenset[str], now: float) -> bool:
-        """Start a thread if it is time for that and there is room."""
+    def _start_due(self, recorded: Mapping[str, frozenset[str]], end: float) -> list[str]:
+        """Start a thread for each root whose time it is, those first that wait longest, and the newest of them."""
+        now = time.monotonic()
+        due = [root for root, paths in recorded.items() if self._is_due(root, paths, now)]
+        due.reverse()  # they come with the oldest first
+        started = []
+        for root in sorted(due, key=lambda root: self._roots[root].looked_at):
+            if not self._changed.wait_for(self._has_room, _left_s(end)):
+                break
+            known = self._roots[root]
+            known.is_busy, known.looked_at, known.recorded = True, time.monotonic(), recorded[root]
+            name = "air_nb-list-checkpoints"
+            threading.Thread(target=self._list, args=(root, known), name=name, daemon=True).start()
+            started.append(root)
+        return started
+
+    def _is_due(self, root: str, paths: frozenset[str], now: float) -> bool:
         known = self._roots[root]
         age_s = now - known.looked_at
         has_more = not paths <= known.recorded and age_s > _LOOK_S
-        is_due = has_more or age_s > (_REMOTE_LOOK_S if _is_url(root) else _LOOK_S)
-        if known.is_busy or not is_due or sum(other.is_busy for other in self._roots.values()) >= _MAX_THREADS:
-            return False
-        known.is_busy, known.looked_at, known.recorded = True, now, paths
-        threading.Thread(target=self._list, args=(root, known), name="air_nb-list-checkpoints", daemon=True).start()
-        return True
+        return not known.is_busy and (has_more or age_s > (_REMOTE_LOOK_S if _is_url(root) else _LOOK_S))
+
+    def _has_room(self) -> bool:
+        """Threads that hang for long leave theirs to others, up to a bound."""
+        busy = [known for known in self._roots.values() if known.is_busy]
+        recent = sum(time.monotonic() - known.looked_at < _SLOW_S for known in busy)
+        return recent < _MAX_THREADS and len(busy) < _MAX_HUNG
 
     def _list(self, root: str, known: _Root) -> None:
         signature = None if _is_url(root) else _signature(root)
@@ -104,6 +121,10 @@ class Roots:
                 known.listing, known.signature, known.listed_at = listing, signature, time.monotonic()
             known.is_busy = False
             self._changed.notify_all()
+
+
+def _left_s(end: float) -> float:
+    return max(0.0, end - time.monotonic())
 
 
 def root_of(path: str) -> str:

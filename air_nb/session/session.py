@@ -9,13 +9,14 @@ has imported the rest of the package, tidied up, and started the tracking proces
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from air_nb.errors import NestedLaunchError
+from air_nb.errors import LauncherError, NestedLaunchError
 from air_nb.launch.client import LauncherClient
 from air_nb.launch.key import changed, current_key
 from air_nb.monitor.sampler import Sampler
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from air_nb.sidebar.sidebar import Sidebar
 
 __all__ = ["Session", "close_session", "get_session"]
+
+_log = logging.getLogger(__name__)
 
 _WARM_TIMEOUT_S = 60.0
 _EXIT_S = 30.0  # a script, with all that it has logged, may be shorter than the import of MLflow
@@ -106,8 +109,12 @@ class Session:
             self._tell_sidebar()
 
     def _tell_sidebar(self) -> None:
-        if _is_kernel() and not self._is_closed:
+        if not _is_kernel() or self._is_closed:
+            return
+        try:
             self.sidebar.runs_changed()
+        except Exception:  # noqa: BLE001 - the border: no trouble of the panel may fail a run, or lose its values
+            _log.warning("the panel could not be told of a run", exc_info=True)
 
     @property
     def launcher(self) -> LauncherClient | None:
@@ -200,6 +207,9 @@ class Session:
     def borrow_launcher(self, *, cold: bool) -> tuple[LauncherClient, str]:
         """A launcher for the environment as it is now, to be given back, and a note if a new one had to be started."""
         with self._lock:
+            if self._is_closed:
+                msg = "the extension was unloaded: %load_ext air_nb"
+                raise LauncherError(msg)
             why = self._why_new_launcher(cold=cold)
             if self._launcher is None or why:
                 if self._launcher is not None:

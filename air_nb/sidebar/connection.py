@@ -29,6 +29,7 @@ class Connection:
         transmit: Sends a JSON object to the page; called under the connection's lock.
         hang_up: Tells the page that it is over.
         is_reachable: False when the page has gone without a word.
+        forget: Called when it has; nothing of it is needed any more.
         now: Time of the hub's clock.
     """
 
@@ -37,11 +38,14 @@ class Connection:
         transmit: Callable[[Message], None],
         hang_up: Callable[[], None],
         is_reachable: Callable[[], bool],
+        forget: Callable[[], None],
         now: float,
     ) -> None:
         self._transmit = transmit
         self._hang_up = hang_up
         self._is_reachable = is_reachable
+        self._forget = forget
+        self._has_ended = False
         self._lock = threading.RLock()
         self._seq = 0
         self._last: dict[str, Message] = {}
@@ -100,12 +104,28 @@ class Connection:
             del self.views[next(iter(self.views))]
 
     def lose(self) -> None:
-        """The page has hung up."""
+        """It can't be reached now."""
         self._is_open = False
+        self._last.clear()
+        if not self._is_reachable():
+            self._has_ended = True
+            self._forget()
+
+    def end(self) -> None:
+        """The page has hung up."""
+        self._has_ended = True
+        self.lose()
+
+    def reopen(self) -> bool:
+        """The page is heard although it could not be sent to; False if one of us has hung up."""
+        if not self._has_ended:
+            self._is_open = self.is_asleep = True
+        return not self._has_ended
 
     def close(self) -> None:
         """Hang up."""
         with self._lock:
+            self._has_ended = True
             if not self._is_open:
                 return
             self._is_open = False

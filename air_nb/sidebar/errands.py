@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from air_nb.errors import AirNbError
 from air_nb.sidebar import messages
-from air_nb.sidebar.requests import Request, Resume, Stop, Verify
+from air_nb.sidebar.requests import Log, Request, Resume, Stop, Verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ class Errands:
         self._do = do
         self._done = done
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._under_way = {True: 0, False: 0}  # reading a log, and the rest: a disk that hangs must not keep off Stop
 
     def run(self, connection: Connection, number: int | None, request: Request) -> None:
         """Carry it out, now or in the background.
@@ -42,9 +42,9 @@ class Errands:
             number: What the answer repeats; None: no answer is wanted.
             request: What is asked for.
         """
-        if not isinstance(request, Stop | Resume | Verify):
+        if not isinstance(request, Log | Stop | Resume | Verify):
             self._carry_out(connection, number, request)
-        elif self._has_room():
+        elif self._has_room(isinstance(request, Log)):
             name = f"air_nb-panel-{type(request).__name__.lower()}"
             arguments = (connection, number, request)
             threading.Thread(target=self._carry_out_slowly, args=arguments, name=name, daemon=True).start()
@@ -55,19 +55,21 @@ class Errands:
         """In a forked child: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
 
-    def _has_room(self) -> bool:
+    def _has_room(self, is_log: bool) -> bool:  # noqa: FBT001 - a key
         with self._lock:
-            has_room = self._under_way < _MOST
-            self._under_way += has_room
+            has_room = self._under_way[is_log] < _MOST
+            self._under_way[is_log] += has_room
             return has_room
 
     def _carry_out_slowly(self, connection: Connection, number: int | None, request: Request) -> None:
+        is_log = isinstance(request, Log)
         try:
             self._carry_out(connection, number, request)
-            self._done()
+            if not is_log:
+                self._done()
         finally:
             with self._lock:
-                self._under_way -= 1
+                self._under_way[is_log] -= 1
 
     def _carry_out(self, connection: Connection, number: int | None, request: Request) -> None:
         try:

@@ -94,6 +94,7 @@ class Hub:
         transmit: Callable[[Message], None],
         hang_up: Callable[[], None],
         is_reachable: Callable[[], bool] = lambda: True,
+        forget: Callable[[], None] = lambda: None,
     ) -> Connection:
         """A page is there; `greet` it when it can hear.
 
@@ -101,8 +102,9 @@ class Hub:
             transmit: Sends a JSON object to it, from any thread.
             hang_up: Tells it that this is over.
             is_reachable: False when it has gone without a word.
+            forget: Called then.
         """
-        connection, surplus = self._pages.add(transmit, hang_up, is_reachable)
+        connection, surplus = self._pages.add(transmit, hang_up, is_reachable, forget)
         for each in surplus:
             self._end(each)
         return connection
@@ -114,7 +116,7 @@ class Hub:
 
     def disconnect(self, connection: Connection) -> None:
         """The page has hung up."""
-        connection.lose()
+        connection.end()
         self._forget(connection)
 
     def is_in_sight(self) -> bool:
@@ -169,6 +171,7 @@ class Hub:
     def on_sample(self, snapshot: Snapshot) -> None:
         """Push what the monitor has seen (its thread); forget pages that have gone, whose views it still counts."""
         for connection in self._pages.lost():
+            connection.lose()
             self._forget(connection)
         for connection in self._pages.awake():
             connection.update(messages.devices(snapshot.report, snapshot.host))
@@ -226,6 +229,8 @@ class Hub:
     def receive(self, connection: Connection, data: object) -> None:
         """Handle a message of a page. What can't be one is answered, or ignored if no answer is wanted."""
         number = request_number(data)
+        if not connection.is_open and not self._pages.take_back(connection):
+            return
         self._pages.heard(connection)
         try:
             request = parse_request(data)
@@ -246,6 +251,7 @@ class Hub:
                 return ""
             case SetInterval():
                 self._monitor.set_interval(request.seconds)
+                self._refresh_rows()
                 self._push(messages.status(self._monitor.status()))
                 return ""
             case Resync():

@@ -35,14 +35,18 @@ class Pages:
         self._is_closed = False
 
     def add(
-        self, transmit: Callable[[Message], None], hang_up: Callable[[], None], is_reachable: Callable[[], bool]
+        self,
+        transmit: Callable[[Message], None],
+        hang_up: Callable[[], None],
+        is_reachable: Callable[[], bool],
+        forget: Callable[[], None],
     ) -> tuple[Connection, list[Connection]]:
         """Take a page in.
 
         Returns:
             Its connection, and those to be closed for it: the ones that have been silent for longest.
         """
-        connection = Connection(transmit, hang_up, is_reachable, self._clock())
+        connection = Connection(transmit, hang_up, is_reachable, forget, self._clock())
         with self._lock:
             if self._is_closed:
                 return connection, [connection]
@@ -50,6 +54,15 @@ class Pages:
             surplus = len(self._connections) - _MOST
             oldest = sorted(self._connections, key=lambda each: each.heard_at)
             return connection, oldest[: max(0, surplus)]
+
+    def take_back(self, connection: Connection) -> bool:
+        """A page that could not be reached is heard again; False if it has no place here any more."""
+        with self._lock:
+            if self._is_closed or not connection.reopen():
+                return False
+            if connection not in self._connections:
+                self._connections.append(connection)
+            return True
 
     def remove(self, connection: Connection) -> None:
         """Forget a page."""

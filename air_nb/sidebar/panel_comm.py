@@ -52,7 +52,9 @@ class PanelOffer:
         self.main_shell.message_handled()
         hub = self._hub()
         # A page that is closed or reloaded deletes its subshell, before that has heard any farewell.
-        connection = hub.connect(comm.send, comm.close, threading.current_thread().is_alive)
+        is_there = threading.current_thread().is_alive
+        comms = self._manager.comms
+        connection = hub.connect(comm.send, comm.close, is_there, lambda: comms.pop(comm.comm_id, None))
 
         def hung_up(_message: dict[str, Any]) -> None:
             self.main_shell.message_handled()

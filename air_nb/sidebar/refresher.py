@@ -53,8 +53,9 @@ class Refresher(Generic[_T]):
             self._is_wanted = True
             self._condition.notify()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"air_nb-panel-{self._name}", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=f"air_nb-panel-{self._name}", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def close(self) -> None:
         """End the thread. One that a disk holds is left behind after two seconds; it is a daemon."""
@@ -74,12 +75,10 @@ class Refresher(Generic[_T]):
     def _run(self) -> None:
         while self._has_next():
             try:
-                value = self._fetch()
+                self._use(self._fetch())
             except Exception as error:  # noqa: BLE001 - the border: whatever it is, it is shown, and the next may succeed
                 _log.debug("the panel's %s could not be read", self._name, exc_info=True)
                 self._fail(f"{type(error).__name__}: {error}"[:500])
-            else:
-                self._use(value)
 
     def _has_next(self) -> bool:
         """Wait for the time of the next fetch; False: the thread ends."""

@@ -18,7 +18,6 @@
   const TITLE = 'GPUs, runs and checkpoints (air_nb)';
   const PANEL_TARGET = 'air_nb.panel';
   const ANNOUNCE_TARGET = 'air_nb.announce';
-  const ANSWER_MS = 5000;
   const FIRST_RETRY_MS = 1000;
   const LAST_RETRY_MS = 30000;
   const SAY_BUSY_MS = 3000;
@@ -71,16 +70,23 @@
     },
   };
 
-  /** The subshell that this tab's page before has left behind in a kernel. */
-  const leftover = {
-    key: kernelId => `air-nb-subshell:${kernelId}`,
-    put: (kernelId, id) => id && memory.attempt(() => sessionStorage.setItem(leftover.key(kernelId), id)),
+  /** Subshells that this tab has left behind in a kernel: by a page before, or by connections that broke. */
+  const leftovers = {
+    key: kernelId => `air-nb-subshells:${kernelId}`,
+
+    put: (kernelId, id) =>
+      id &&
+      memory.attempt(() => {
+        const ids = (sessionStorage.getItem(leftovers.key(kernelId)) ?? '').split(' ').filter(Boolean);
+        sessionStorage.setItem(leftovers.key(kernelId), [...ids, id].join(' '));
+      }),
+
     take: kernelId =>
       memory.attempt(() => {
-        const id = sessionStorage.getItem(leftover.key(kernelId));
-        sessionStorage.removeItem(leftover.key(kernelId));
-        return id;
-      }),
+        const ids = sessionStorage.getItem(leftovers.key(kernelId));
+        sessionStorage.removeItem(leftovers.key(kernelId));
+        return (ids ?? '').split(' ').filter(Boolean);
+      }) || [],
   };
 
   // ------------------------------------------------------------------------------------------- the way to a kernel
@@ -109,16 +115,19 @@
       this.socket = new settings.WebSocket(settings.wsUrl + path);
       this.socket.onopen = () => this.#open();
       this.socket.onmessage = event => this.#receive(event.data);
-      this.socket.onclose = () => this.#end(() => events.onClose());
+      this.socket.onclose = () => {
+        leftovers.put(kernelId, this.subshell);
+        this.#end(() => events.onClose());
+      };
     }
 
     async #open() {
       const reply = await this.#ask('create_subshell_request', 'control', {});
+      // A kernel that refuses: the comm lives in the main shell and answers between cells.
+      this.subshell = reply.status === 'ok' ? reply.subshell_id : null;
       if (this.socket.readyState !== WebSocket.OPEN) return;
-      const old = leftover.take(this.kernelId);
-      if (old) this.#post('delete_subshell_request', 'control', { subshell_id: old });
-      // Without one (an old kernel) the comm lives in the main shell and answers between cells.
-      this.subshell = reply?.status === 'ok' ? reply.subshell_id : null;
+      for (const old of leftovers.take(this.kernelId))
+        this.#post('delete_subshell_request', 'control', { subshell_id: old });
       this.isOpen = true;
       this.#post('comm_open', 'shell', { comm_id: this.commId, target_name: PANEL_TARGET, data: {} });
     }
@@ -137,13 +146,9 @@
       return header.msg_id;
     }
 
-    /** Content of the reply; null if there is none in time. */
+    /** Content of the reply, however late a kernel that is held up gives it. */
     #ask(type, channel, content) {
-      return new Promise(resolve => {
-        const id = this.#post(type, channel, content);
-        this.waiting.set(id, resolve);
-        setTimeout(() => this.#answer(id, null), ANSWER_MS);
-      });
+      return new Promise(resolve => this.waiting.set(this.#post(type, channel, content), resolve));
     }
 
     #answer(id, content) {
@@ -216,7 +221,7 @@
       };
       if (isNow) {
         finish(); // which may be lost, so the page that comes next does it again
-        leftover.put(this.kernelId, subshell);
+        leftovers.put(this.kernelId, subshell);
       } else this.closing = setTimeout(finish, CLOSE_MS);
     }
   }

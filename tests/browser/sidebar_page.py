@@ -6,6 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from playwright.sync_api import Locator, Page
 
 __all__ = ["SidebarPage"]
@@ -84,9 +86,9 @@ class SidebarPage:
     def width(self) -> float:
         return float(self.node.evaluate("node => node.getBoundingClientRect().width"))
 
-    def checkpoint(self, step: int) -> Locator:
-        """The row of one of this step."""
-        return self.node.locator(f'[aria-label^="Checkpoints in"] > li[aria-label^="step {step}:"]')
+    def checkpoint(self, step: int, folder: Path) -> Locator:
+        """The row of the one of this step below a folder; runs of other tests have saved others."""
+        return self.node.locator(f'[aria-label^="Checkpoints in {folder}/"] > li[aria-label^="step {step}:"]')
 
     def picture(self, chart: Locator) -> str:
         """The pixels of a chart."""

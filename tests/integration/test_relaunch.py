@@ -109,6 +109,10 @@ def test_it_goes_on_at_the_checkpoints_step_while_the_kernel_runs_other_cells(ke
     directory = _resume(kernel, trained)
     _shows(directory, "<step 4>")
     assert kernel.value("1 + 1") == "2"
+    record = find_run(trained)[1]
+    again = kernel.run(f"{_PANEL}\nPanelActions(get_session()).resume({record.run_id!r}, '/')")
+    assert again.error is not None
+    assert "run stopped-one-2 has not ended: stop it first" in again.error["evalue"]
     held.unlink()
     record = _ends(directory)
 
@@ -249,8 +253,10 @@ def test_gpus_that_another_run_holds_are_not_taken_and_its_own_are_given_back(nv
         kernel.ok(f"%%distributed --gpus 2 --name on-gpus\n{code}\ntime.sleep(0.5)", timeout_s=_PATIENCE_S)
         run_id = find_run("on-gpus")[1].run_id
         resume = f"{_PANEL}\nPanelActions(get_session()).resume({run_id!r}, '/')"
+        kernel.ok(f"%%distributed --gpus 2 --name too\n{code}", timeout_s=_PATIENCE_S)
+        too = find_run("too")[1].run_id
         kernel.ok(resume)
-        cell = kernel.run(resume)
+        cell = kernel.run(f"PanelActions(get_session()).resume({too!r}, '/')")
         assert cell.error is not None
         assert cell.error["ename"] == "DeviceError"
         assert "run on-gpus-2" in cell.traceback

@@ -229,6 +229,23 @@ def test_no_more_than_a_few_roots_are_listed_at_a_time(home, panel, hanging, mon
     assert len(threads) == 2
 
 
+def test_of_many_roots_each_has_its_turn(home, panel, monkeypatch):
+    monkeypatch.setattr(roots, "_MAX_THREADS", 2)
+    monkeypatch.setattr(roots, "_WAIT_S", 0.0)
+    monkeypatch.setattr(roots, "_LOOK_S", 0.0)
+    for number in range(7):
+        _run(f"run{number}", _save(home / f"root{number}", 1), created_at=float(number))
+    assert eventually(lambda: all(root.checkpoints for root in panel.checkpoints()))
+
+
+def test_roots_that_hang_for_long_leave_the_threads_to_others(home, panel, hanging, monkeypatch):
+    monkeypatch.setattr(roots, "_MAX_THREADS", 2)
+    monkeypatch.setattr(roots, "_SLOW_S", 0.05)
+    _run("far", *[f"memory://panel/hung{number}/step_1.00000000" for number in range(4)], created_at=2.0)
+    _run("near", _save(home / "root", 1))
+    assert eventually(lambda: any(root.checkpoints for root in panel.checkpoints()))
+
+
 def test_many_are_cut_off_and_counted(home, panel, monkeypatch):
     monkeypatch.setattr(checkpoint_rows, "_SHOWN", 2)
     _run("one", *[_save(home / "root", step) for step in range(5)])

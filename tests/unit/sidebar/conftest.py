@@ -104,7 +104,7 @@ class FakeActions:
         return f"run {run_id} was stopped"
 
     def log(self, run_id: str, rank: int, offset: int) -> LogChunk:
-        self.calls.append(("log", run_id, rank, offset))
+        self._do("log", run_id, rank, offset)
         return LogChunk(run_id, rank, 0, 5, "hello", is_end=True)
 
     def resume(self, run_id: str, path: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -199,6 +200,36 @@ def test_the_views_of_a_page_that_has_gone_without_a_word_are_gone_at_the_next_s
     assert poller.views == {"v": ViewState.GONE}
 
 
+def test_a_page_that_has_gone_without_a_word_is_forgotten_by_the_kernel_too(hub):
+    forgotten: list[bool] = []
+    is_there = True
+    connection = hub.connect(lambda message: None, lambda: None, lambda: is_there, lambda: forgotten.append(True))
+    hub.on_sample(snapshot())
+    assert not forgotten
+    is_there = False
+    hub.on_sample(snapshot())
+    hub.on_sample(snapshot())
+    assert forgotten == [True]
+    hub.receive(connection, {"type": "resync"})
+    assert not connection.is_open
+
+
+def test_a_page_that_could_not_be_sent_to_is_greeted_when_it_is_heard_again(hub, settled):
+    settled.is_broken = True
+    hub.on_sample(snapshot(100))
+    hub.on_sample(snapshot(110))
+    settled.is_broken = False
+    settled.heard.clear()
+    settled.say(type="presence", view="v", state="active")
+    assert settled.kinds()[0] == "hello"
+    hub.on_sample(snapshot(120))
+    assert settled.last("sample")["at"] == 120
+    hub.close()
+    settled.heard.clear()
+    settled.say(type="resync")
+    assert settled.heard == []
+
+
 def test_the_views_of_a_page_that_hangs_up_are_gone(hub, poller, settled):
     hub.disconnect(settled.connection)
 
@@ -266,7 +297,7 @@ def test_a_slow_request_holds_up_nothing_else(hub, actions, settled):
     settled.say(type="stop", run_id="r1", request=1)
 
     settled.say(type="refresh", request=2)
-    settled.say(type="log", run_id="r1", rank=0, offset=-1, request=3)
+    settled.say(type="interval", seconds=20, request=3)
 
     assert [each["request"] for each in settled.heard if each["type"] == "reply"] == [2, 3]
     actions.gate.set()
@@ -326,6 +357,30 @@ def test_slow_requests_are_bounded(actions, settled):
     settled.say(type="verify", path="/ck/9", request=9)
     assert eventually(lambda: settled.last("reply")["request"] == 9)
     assert settled.last("reply")["ok"]
+
+
+def test_a_log_that_does_not_come_holds_up_nothing_else(actions, settled):
+    actions.gate.clear()
+    for _ in range(20):
+        settled.say(type="log", run_id="r1", rank=0, offset=0)
+    settled.say(type="refresh", request=1)
+    assert settled.last("reply")["request"] == 1
+    settled.say(type="stop", run_id="r1", request=2)
+    assert eventually(lambda: ("stop", "r1") in actions.calls)
+    actions.gate.set()
+    assert eventually(lambda: settled.last("reply")["request"] == 2)
+
+
+def test_the_tables_take_a_shorter_interval_at_once(actions, poller, settled):
+    poller.interval_s = 600.0
+    actions.run_rows = [run_row(run_id="old")]
+    settled.say(type="refresh")
+    assert eventually(lambda: settled.last("runs")["runs"][0]["run_id"] == "old")
+    time.sleep(0.2)  # for fetches that are under way
+    actions.run_rows = [run_row(run_id="new")]
+    assert not eventually(lambda: settled.last("runs")["runs"][0]["run_id"] == "new", 0.3)
+    settled.say(type="interval", seconds=1.0)
+    assert eventually(lambda: settled.last("runs")["runs"][0]["run_id"] == "new")
 
 
 def test_the_interval_is_set_and_told(poller, settled, open_page):
