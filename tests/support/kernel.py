@@ -19,6 +19,7 @@ from jupyter_client.manager import KernelManager
 
 __all__ = ["Cell", "Kernel", "plain", "running_kernel"]
 
+_FIRST_TRY_S = 30
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -91,13 +92,22 @@ class Kernel:
 
     def __init__(self, cwd: Path, env: dict[str, str] | None = None) -> None:
         self.cwd = cwd
-        self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(
-            cwd=str(cwd), env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        self.client = self.manager.client()
-        self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        for is_last in (False, True):
+            self.manager = KernelManager(kernel_name="python3")
+            self.manager.start_kernel(
+                cwd=str(cwd), env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            self.client = self.manager.client()
+            self.client.start_channels()
+            try:
+                self.client.wait_for_ready(timeout=60 if is_last else _FIRST_TRY_S)
+                break
+            except RuntimeError:
+                # jupyter_client chooses free ports and lets go of them again: another process may have taken one.
+                self.client.stop_channels()
+                self.manager.shutdown_kernel(now=True)
+                if is_last:
+                    raise
         self.pid: int = self.manager.provisioner.pid  # type: ignore[union-attr]
 
     def start(self, code: str) -> Cell:
