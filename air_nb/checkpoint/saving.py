@@ -22,6 +22,7 @@ from air_nb.checkpoint.catalog import list_checkpoints, prune
 from air_nb.checkpoint.differing import differing
 from air_nb.checkpoint.events import CheckpointEvent, EventKind
 from air_nb.checkpoint.group import Ranks
+from air_nb.checkpoint.host_copy import HostCopy, local_part
 from air_nb.checkpoint.manifest import WRITER_FILE, FileRecord, Manifest, record_of, versions
 from air_nb.checkpoint.state import Snapshot
 from air_nb.checkpoint.storage import VolumeWriter
@@ -100,7 +101,7 @@ class Saver:
         self._ranks = ranks
         self._keep = keep
         self._notify = notify
-        self._copy = tensors.HostCopy()
+        self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._neighbours = _Neighbours(root)
@@ -144,7 +145,7 @@ class Saver:
         """
         assert self._thread is None, "one save at a time"
         live = snapshot.tensors
-        parts = self._copy.copy(live) if background else {name: tensors.local_part(one) for name, one in live.items()}
+        parts = self._copy.copy(live) if background else {name: local_part(one) for name, one in live.items()}
         job = _Job(step, snapshot, parts, freeze(rng, "rng"), extra, began_at_s)
         if not background:
             self._run(job)

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from air_nb.checkpoint.host_copy import local_part
 from air_nb.checkpoint.optimizers import OptimizerPart, differences, parameter_names
-from air_nb.checkpoint.tensors import Target, local_part
+from air_nb.checkpoint.tensors import Target
 from air_nb.checkpoint.values import freeze, thaw
 from air_nb.data.loader import DataLoader
 from air_nb.errors import CheckpointMismatchError

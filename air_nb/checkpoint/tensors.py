@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.tensor import DTensor
 
 from air_nb.checkpoint.group import Ranks
-from air_nb.checkpoint.host_copy import HostCopy, local_part
+from air_nb.checkpoint.host_copy import local_part
 from air_nb.checkpoint.storage import VolumeReader, VolumeWriter
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 
-__all__ = ["HostCopy", "Target", "is_sharded", "local_part", "read", "write"]
+__all__ = ["Target", "is_sharded", "read", "write"]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
