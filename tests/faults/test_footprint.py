@@ -221,6 +221,7 @@ def test_only_loopback_is_listened_on(kernel: TaggedKernel):
     )
     cell = kernel.start(code)
     kernel.follow(cell, until=lambda cell: "go" in cell.text)
+    assert eventually(lambda: any(record.launcher for _, record in all_runs() if record.is_live))
     launcher = next(record for _, record in all_runs() if record.is_live).launcher
     assert launcher is not None
     processes = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]

@@ -54,7 +54,7 @@ def test_a_cell_that_is_followed_is_seen_and_stopped_as_by_air_stop(panelled: Ke
     panelled.ok(
         "seen = []\n"
         "def watch():\n"
-        "    while not (row := row_of('watched')) or row.line != 'last 1':\n"
+        "    while not (row := row_of('watched')) or row.state == 'STARTING' or row.line != 'last 1':\n"
         "        time.sleep(0.02)\n"
         "    seen.append((row.state, row.is_live, row.is_mine, row.can_resume))\n"
         "    while 'last' not in (text := panel.log(row.run_id, 1, -1).text):\n"

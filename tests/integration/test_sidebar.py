@@ -264,8 +264,12 @@ def test_messages_of_the_page_trigger_no_events_of_cells(kernel, page):
 def test_a_live_run_is_shown_and_stopped_from_the_page(kernel, page):
     code = "%%distributed --nproc 2 --name endless\nimport time\nprint('here we go')\nwhile True: time.sleep(0.05)"
     cell = kernel.start(code)
-    row = page.hear("runs", lambda message: bool(_row(message, "endless").get("line")))
-    row = _row(row, "endless")
+
+    def runs_and_prints(message: dict[str, Any]) -> bool:
+        row = _row(message, "endless")
+        return bool(row.get("line")) and row["state"] != "STARTING"  # the record follows once all ranks run
+
+    row = _row(page.hear("runs", runs_and_prints), "endless")
     assert (row["state"], row["is_live"], row["nproc"], row["line"]) == ("RUNNING", True, 2, "here we go")
     log = page.heard()
     page.say(type="log", run_id=row["run_id"], rank=0, offset=-1)
