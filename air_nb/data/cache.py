@@ -11,13 +11,14 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import platformdirs
 
+from air_nb.data.announcement import Announcement
 from air_nb.data.fetch import Fault, Retries, classify, retrying
 from air_nb.data.leases import Lease, Owner
 from air_nb.data.locks import lock_file
@@ -26,7 +27,7 @@ from air_nb.data.space import Limits, Space
 from air_nb.errors import DataError
 from air_nb.runs.paths import is_network_path, private_directory
 
-__all__ = ["Cache", "CacheMetrics", "Reading", "default_directory", "default_limits"]
+__all__ = ["Cache", "CacheMetrics", "Place", "Reading", "default_directory", "default_limits"]
 
 _NAME_MAX_BYTES = 255
 _FULL_DISK_TRIES = 5
@@ -65,6 +66,20 @@ class CacheMetrics:
 
     def _values(self) -> tuple[Any, ...]:
         return tuple(getattr(self, name) for name in self.__slots__)
+
+
+class Place(NamedTuple):
+    """Where a cache keeps a file, or would.
+
+    Attributes:
+        key: Of the file: its URL, size and version, digested.
+        path: Under its own name.
+        size_bytes: Its size.
+    """
+
+    key: str
+    path: str
+    size_bytes: int
 
 
 class Cache:
@@ -120,25 +135,30 @@ class Cache:
             DataError: It can't be downloaded, or there is no room for it; the message says why and what to do.
         """
         owner = self._connect()
-        key = _key(entry)
-        lease = self._try_lease(owner, key, entry)
+        place = self.place(entry)
+        lease = self._try_lease(owner, place)
         if lease is not None:
-            self._count(hits=1)
+            self._count_hit()
             return lease
+        owner.announcement.shrink()
         started_at = time.monotonic()
         try:
-            return self._lease_missing(owner, key, entry, storage_options or {})
+            return self._lease_missing(owner, place, entry, storage_options or {})
         finally:
             self._count(wait_s=time.monotonic() - started_at)
 
-    def reading(self, entry: Entry, *, storage_options: Mapping[str, Any] | None = None) -> Reading:
-        """A local copy of a file for the length of a ``with`` block: what `lease` does, for less.
+    def place(self, entry: Entry) -> Place:
+        """Where a file is, if it is there."""
+        key = _key(entry)
+        return Place(key, f"{self._space.path_directory(key)}/{_safe_path(entry.path)}", entry.size_bytes)
+
+    def reading(self, places: Sequence[Place]) -> Reading:
+        """Use of files that are there, for the length of a ``with`` block: for less than a `lease` on each.
 
         Args:
-            entry: The file.
-            storage_options: What fsspec's file system takes.
+            places: Of the files, one of which is read at a time.
         """
-        return Reading(self, entry, storage_options)
+        return Reading(self, self._connect().announcement, places)
 
     def _connect(self) -> Owner:
         owner = self._owner
@@ -148,48 +168,34 @@ class Cache:
             owner = self._owner = Owner.of(self.directory)
         return owner
 
-    def _try_hold(self, key: str, entry: Entry) -> tuple[str, int] | None:
-        """Hold a file if it is there and as large as it should be: its path, and what to close when it is done with."""
-        path = self._path(key, entry)
-        descriptor = self._space.hold(path)
+    def _try_lease(self, owner: Owner, place: Place) -> Lease | None:
+        """Lease a file if it is there and as large as it should be."""
+        descriptor = self._space.hold(place.path)
         if descriptor is None:
             return None
-        status = os.fstat(descriptor)
-        if status.st_size != entry.size_bytes:
-            os.close(descriptor)
-            return None
-        now_ns = time.time_ns()
-        if now_ns - status.st_atime_ns > _TOUCH_AFTER_NS:  # a third of what a hit would cost
-            os.utime(descriptor, ns=(now_ns, status.st_mtime_ns))
-        return path, descriptor
-
-    def _try_lease(self, owner: Owner, key: str, entry: Entry) -> Lease | None:
-        held = self._try_hold(key, entry)
-        if held is None:
-            return None
-        path, descriptor = held
-        link = owner.new_name()
         try:
-            os.link(path, link)
+            status = os.fstat(descriptor)
+            if status.st_size != place.size_bytes:
+                return None
+            _touch(place.path, status)
+            link = owner.new_name()
+            os.link(place.path, link)
         finally:
             os.close(descriptor)
-        return Lease(path, link, owner)
+        return Lease(place.path, link, owner)
 
-    def _lease_missing(self, owner: Owner, key: str, entry: Entry, options: Mapping[str, Any]) -> Lease:
-        kept = Path(self._space.object_path(key))
-        kept.parent.mkdir(mode=0o700, exist_ok=True)
-        path, link = self._path(key, entry), owner.new_name()
-        with lock_file(f"{self.directory}/locks/{key}", timeout_s=self._patience_s(entry)):
-            lease = self._try_lease(owner, key, entry)
+    def _lease_missing(self, owner: Owner, place: Place, entry: Entry, options: Mapping[str, Any]) -> Lease:
+        Path(self._space.object_path(place.key)).parent.mkdir(mode=0o700, exist_ok=True)
+        link = owner.new_name()
+        with lock_file(f"{self.directory}/locks/{place.key}", timeout_s=self._patience_s(entry)):
+            lease = self._try_lease(owner, place)
             if lease is not None:
                 self._count(waited=1)
                 return lease
-            if kept.exists() and kept.stat().st_size == entry.size_bytes:  # a process was killed before it had a name
-                self._space.publish(key, 0, None, path, link)
-            else:
-                self._space.discard(key)
-                self._evicting(entry, lambda: self._download(key, entry, options, path, link))
-            return Lease(path, link, owner)
+            if not self._space.adopt(place.key, place.size_bytes, place.path, link):
+                self._space.discard(place.key)
+                self._evicting(entry, lambda: self._download(place.key, entry, options, place.path, link))
+            return Lease(place.path, link, owner)
 
     def _download(self, key: str, entry: Entry, options: Mapping[str, Any], path: str, link: str) -> None:
         from air_nb.data.remote import download  # fsspec's asynchronous part takes 50 ms to import
@@ -237,8 +243,8 @@ class Cache:
         attempt_s = self.retries.timeout_s + entry.size_bytes / 2**20 + self.retries.longest_wait_s
         return self.limits.patience_s + self.retries.attempts * attempt_s
 
-    def _path(self, key: str, entry: Entry) -> str:
-        return f"{self._space.path_directory(key)}/{_safe_path(entry.path)}"
+    def _count_hit(self) -> None:
+        self._counts["hits"] = self._counts.get("hits", 0) + 1
 
     def _count(self, **more: float) -> None:
         for name, number in more.items():
@@ -246,36 +252,47 @@ class Cache:
 
 
 class Reading:
-    """A file of the cache in use by a ``with`` block, whose value is its path. See ``Cache.reading``.
+    """Files of the cache in use by a ``with`` block. See ``Cache.reading``."""
 
-    A file that is there is kept by a lock on it alone, as no other process has to learn of its use.
-    """
+    __slots__ = ("_announcement", "_cache", "_is_announced", "_keys")
 
-    __slots__ = ("_cache", "_descriptor", "_entry", "_lease", "_options")
-
-    def __init__(self, cache: Cache, entry: Entry, options: Mapping[str, Any] | None) -> None:
+    def __init__(self, cache: Cache, announcement: Announcement, places: Sequence[Place]) -> None:
         self._cache = cache
-        self._entry = entry
-        self._options = options
-        self._descriptor: int | None = None
-        self._lease: Lease | None = None
+        self._announcement = announcement
+        self._keys = [place.key for place in places]
+        self._is_announced = False
 
-    def __enter__(self) -> str:
-        cache = self._cache
-        cache._connect()  # noqa: SLF001 - a part of the cache
-        held = cache._try_hold(_key(self._entry), self._entry)  # noqa: SLF001
-        if held is None:
-            self._lease = cache.lease(self._entry, storage_options=self._options)
-            return self._lease.path
-        cache._count(hits=1)  # noqa: SLF001
-        path, self._descriptor = held
-        return path
+    def __enter__(self) -> Self:
+        self._is_announced = self._announcement.begin(self._keys)
+        return self
 
     def __exit__(self, *_error: object) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        if self._lease is not None:
-            self._lease.release()
+        if self._is_announced:
+            self._announcement.end()
+
+    def hit(self, place: Place) -> bool:
+        """Whether a file is there, as large as it should be, and stays until this is asked about another one.
+
+        If not it may be there all the same: a lease tells.
+        """
+        if not (self._is_announced and self._announcement.covers(place.key)):
+            return False
+        try:
+            status = os.stat(place.path)  # noqa: PTH116 - pathlib takes twice as long
+        except FileNotFoundError:
+            return False
+        if status.st_size != place.size_bytes:
+            return False
+        _touch(place.path, status)
+        self._cache._count_hit()  # noqa: SLF001 - a part of the cache
+        return True
+
+
+def _touch(path: str, status: os.stat_result) -> None:
+    """Note that a cached file is used now, unless it was a moment ago: that would take as long as a hit."""
+    now_ns = time.time_ns()
+    if now_ns - status.st_atime_ns > _TOUCH_AFTER_NS:
+        os.utime(path, ns=(now_ns, status.st_mtime_ns))
 
 
 def default_directory() -> Path:

@@ -1,30 +1,34 @@
 """Datasets of files: each item is a local path, or what ``decode`` makes of it.
 
-Under ``air_nb.data.DataLoader`` they are served by ``fetch``; a plain torch DataLoader and a ``for`` loop work as well.
+Under ``air_nb.data.DataLoader`` they are read in batches; a plain torch DataLoader and a ``for`` loop work as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from air_nb.data.cache import Cache, CacheMetrics
+from air_nb.data.cache import Cache, CacheMetrics, Place, Reading
 from air_nb.data.files import is_behind_network, resolve_root
 from air_nb.data.leases import Lease, LeasedPath
 from air_nb.data.listing import list_for_all_ranks, rank_and_world_size
-from air_nb.data.manifest import Entry, Manifest
+from air_nb.data.manifest import Manifest
 from air_nb.data.order import Order
 from air_nb.data.progress import FetchProgress
 from air_nb.errors import DataError
 
-__all__ = ["FileDataset", "UCVolumeDataset"]
+__all__ = ["FileDataset", "Files", "UCVolumeDataset"]
+
+_REMEMBERED = 2**16  # places of files in the cache: 25 MB at most, for 2 us of each hit
 
 
-class _Files:
+class Files:
     """Files through the cache: what both datasets share."""
 
     def __init__(
@@ -44,6 +48,7 @@ class _Files:
         self._manifest: Manifest | None = None
         self._progress: FetchProgress | None = None
         self._shown_misses = 0
+        self._places: dict[int, Place] = {}
         # A rank that has no process group yet waits for it, so that one rank can list for all. Others list now: errors
         # appear where the mistake is, and forked loader workers find the manifest made.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or rank_and_world_size()[1] > 1:
@@ -65,34 +70,64 @@ class _Files:
 
     def __getstate__(self) -> dict[str, Any]:
         self.manifest  # noqa: B018 - so that not every loader worker lists
-        return self.__dict__ | {"_progress": None}
+        return self.__dict__ | {"_progress": None, "_places": {}}
 
-    def fetch(self, index: int) -> tuple[Any, Lease | None]:
-        """One item, and the lease of its file if the item is a path of the cache: release it when the batch is done.
+    @contextlib.contextmanager
+    def reading(self, indices: Sequence[int]) -> Iterator[Callable[[int], tuple[Any, Lease | None]]]:
+        """Read some items: the value is a function of an index.
 
-        Raises:
-            IndexError: There is no such item.
-            DataError: The file can't be fetched, or ``decode`` failed; the message names it.
+        It returns the item, and the lease of its file if the item is a path of the cache: release it when the batch is
+        done. It raises `IndexError` if there is no such item, and `DataError`, which names the file, if that can't be
+        fetched or ``decode`` failed.
+
+        Args:
+            indices: Of the items, each to be read at most once.
         """
-        entry = self.manifest[index]
         if self.cache is None:
-            return self._decoded(index, entry, entry.url), None
-        if self.decode is None:
-            lease = self.cache.lease(entry, storage_options=self._storage_options)
-            self._show_downloads()
-            return lease.path, lease
-        with self.cache.reading(entry, storage_options=self._storage_options) as path:
-            self._show_downloads()
-            return self._decoded(index, entry, path), None
+            yield self._local
+        elif self.decode is None:
+            yield self._leased
+        else:
+            with self.cache.reading([self._place(index) for index in indices]) as reading:
+                yield partial(self._cached, reading)
 
-    def _decoded(self, index: int, entry: Entry, path: str) -> Any:
-        if self.decode is None:
-            return path
+    def _local(self, index: int) -> tuple[Any, None]:
+        path = self.manifest[index].url
+        return (path if self.decode is None else self._decoded(index, path)), None
+
+    def _leased(self, index: int) -> tuple[Any, Lease]:
+        assert self.cache is not None
+        lease = self.cache.lease(self.manifest[index], storage_options=self._storage_options)
+        self._show_downloads()
+        return lease.path, lease
+
+    def _cached(self, reading: Reading, index: int) -> tuple[Any, None]:
+        place = self._place(index)
+        if reading.hit(place):
+            return self._decoded(index, place.path), None
+        _, lease = self._leased(index)
+        try:
+            return self._decoded(index, lease.path), None
+        finally:
+            lease.release()
+
+    def _decoded(self, index: int, path: str) -> Any:
+        assert self.decode is not None
         try:
             return self.decode(path)
         except Exception as error:  # the user's function; the file's name must not get lost
-            msg = f"decoding {entry.url} (item {index}, read from {path}) failed: {type(error).__name__}: {error}"
+            url = self.manifest[index].url
+            msg = f"decoding {url} (item {index}, read from {path}) failed: {type(error).__name__}: {error}"
             raise DataError(msg) from error
+
+    def _place(self, index: int) -> Place:
+        place = self._places.get(index)
+        if place is None:
+            assert self.cache is not None
+            if len(self._places) >= _REMEMBERED:
+                self._places.clear()
+            place = self._places[index] = self.cache.place(self.manifest[index])
+        return place
 
     def _show_downloads(self) -> None:
         """Tell how far they are, in the main process: those of loader workers are told by their parent."""
@@ -115,11 +150,12 @@ class _Files:
         self._progress.show(metrics)
 
     def _item(self, index: int) -> Any:
-        value, lease = self.fetch(index)
+        with self.reading((index,)) as read:
+            value, lease = read(index)
         return value if lease is None else LeasedPath(value, lease)
 
 
-class FileDataset(_Files, Dataset[Any]):
+class FileDataset(Files, Dataset[Any]):
     """The files below a directory or URL, as local paths or as what ``decode`` makes of them.
 
     Files behind a network (URLs, network and FUSE mounts) are copied to the node's cache when they are first needed;
@@ -169,7 +205,7 @@ class FileDataset(_Files, Dataset[Any]):
         self._epoch = epoch
 
 
-class UCVolumeDataset(_Files, IterableDataset[str]):
+class UCVolumeDataset(Files, IterableDataset[str]):
     """The files of one directory of a volume, sorted, as local paths: as it is documented for AI Runtime.
 
     Where the machine has no ``/Volumes``, ``AIR_NB_VOLUMES`` is the directory or URL that stands for it. Under a plain

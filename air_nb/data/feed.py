@@ -139,7 +139,7 @@ class Feed:
 
     def _require_workers(self, error: RuntimeError | None = None) -> None:
         """Raise if a worker has died."""
-        died = describe_deaths(self._workers(), self._reading())
+        died = describe_deaths(self._workers(), self._reading)
         if died is not None:
             self._end()
             raise DataError(died) from error

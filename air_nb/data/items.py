@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import default_collate, default_convert, get_worker_info
 
 from air_nb.data.cache import CacheMetrics
+from air_nb.data.dataset import Files
 from air_nb.data.example_rng import GeneratorStates, seed_example
 from air_nb.data.leases import Lease
 from air_nb.errors import DataError
@@ -34,6 +36,8 @@ __all__ = [
     "Work",
     "release",
 ]
+
+Read: TypeAlias = Callable[[int], tuple[Any, Lease | None]]
 
 _RETRY_WAITS_S = (0.1, 0.5)
 _SPARES = 16  # how many other items are tried for a batch of which none can be read
@@ -149,13 +153,19 @@ class Reader:
     on_error: OnError
     collate: Collate
 
-    def read(self, item: int) -> tuple[Any, Lease | None]:
-        """Read one item."""
-        fetch = getattr(self.dataset, "fetch", None)
-        if fetch is None:
-            return self.dataset[item], None
-        value, lease = fetch(item)
-        return value, lease
+    @contextmanager
+    def reading(self, items: Sequence[int]) -> Iterator[Read]:
+        """Read some items: the value reads one, and returns it with the lease of its file, if it has one.
+
+        Args:
+            items: What may be read.
+        """
+        dataset = self.dataset
+        if isinstance(dataset, Files):
+            with dataset.reading(items) as read:
+                yield read
+        else:
+            yield lambda item: (dataset[item], None)
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         """Read something, more than once if errors are to be retried.
@@ -207,7 +217,7 @@ class ItemSource(torch.utils.data.Dataset[Delivery]):
         self._reader = reader
         self._told: CacheMetrics | None = None
         self._something_draws = False
-        self._at_rest: GeneratorStates | None = None  # in a loader worker, where nobody else draws between batches
+        self._before: GeneratorStates | None = None  # the newest batch; in a loader worker nobody draws between batches
 
     def __getitems__(self, work: Work) -> Delivery:
         """Read a batch; torch calls this with what the batch sampler yielded, whatever that is."""
@@ -220,8 +230,9 @@ class ItemSource(torch.utils.data.Dataset[Delivery]):
     def _read_reproducibly(self, work: Work) -> Delivery:
         """Read a batch with seeds, or without as long as nothing has ever drawn: that comes to the same."""
         if not self._something_draws:
-            before = self._at_rest or GeneratorStates.now()
-            self._at_rest = before if get_worker_info() is not None else None
+            is_worker = get_worker_info() is not None
+            before = self._before if is_worker and self._before else GeneratorStates.now(self._before)
+            self._before = before
             try:
                 delivery = _Batch(self._reader, work, seeded=False).read()
             except Exception:
@@ -232,7 +243,7 @@ class ItemSource(torch.utils.data.Dataset[Delivery]):
                     return delivery
                 release(delivery.notes.leases)
             before.restore()
-            self._something_draws, self._at_rest = True, None
+            self._something_draws, self._before = True, None
         with self._reader.own_generators():
             return _Batch(self._reader, work, seeded=True).read()
 
@@ -261,10 +272,9 @@ class _Batch:
     def read(self) -> Delivery:
         try:
             if not self._read_together():
-                for item in self._work.items:
-                    self._add(item, valid=True)
-                for item in self._work.fillers:
-                    self._add(item, valid=False)
+                with self._reader.reading(self._work.items + self._work.fillers) as read:
+                    self._add(read, self._work.items, valid=True)
+                    self._add(read, self._work.fillers, valid=False)
             self._fill()
             if self._fatal or not self._rows:
                 release(self._leases)
@@ -282,7 +292,7 @@ class _Batch:
     def _read_together(self) -> bool:
         """Let the data set read the whole batch, if it can and examples have no seeds of their own."""
         getitems = getattr(self._reader.dataset, "__getitems__", None)
-        if getitems is None or self._seeded or hasattr(self._reader.dataset, "fetch"):
+        if getitems is None or self._seeded:
             return False
         try:
             rows = list(getitems([*self._work.items, *self._work.fillers]))
@@ -292,25 +302,32 @@ class _Batch:
         self._valid = [True] * len(self._work.items) + [False] * len(self._work.fillers)
         return len(rows) == len(self._valid)
 
-    def _add(self, item: int, *, valid: bool) -> None:
-        """Read one row; after an error that ends the iteration no more are read."""
-        if self._fatal:
-            return
-        try:
-            value, lease = self._reader.attempt(lambda: self._read(item))
-        except Exception as error:  # noqa: BLE001  # the border to the user's code; the parent reports it
-            if valid or self._reader.on_error is not OnError.SKIP:  # a filler is some other rank's to report
-                self._failures.append(self._reader.failure(item, error))
-            return
-        self._rows.append(value)
-        self._valid.append(valid)
-        if lease is not None:
-            self._leases.append(lease)
+    def _add(self, read: Read, items: Sequence[int], *, valid: bool) -> None:
+        """Read rows; after an error that ends the iteration no more are read."""
+        if self._seeded or self._reader.on_error is OnError.RETRY:
+            read = partial(self._read, read)
+        for item in () if self._fatal else items:
+            try:
+                value, lease = read(item)
+            except Exception as error:  # noqa: BLE001  # the border to the user's code; the parent reports it
+                if valid or self._reader.on_error is not OnError.SKIP:  # a filler is some other rank's to report
+                    self._failures.append(self._reader.failure(item, error))
+                if self._fatal:
+                    return
+                continue
+            self._rows.append(value)
+            self._valid.append(valid)
+            if lease is not None:
+                self._leases.append(lease)
 
-    def _read(self, item: int) -> tuple[Any, Lease | None]:
-        if self._seeded:
-            seed_example(self._reader.seed, self._work.epoch, item)
-        return self._reader.read(item)
+    def _read(self, read: Read, item: int) -> tuple[Any, Lease | None]:
+        def seeded() -> tuple[Any, Lease | None]:
+            if self._seeded:
+                seed_example(self._reader.seed, self._work.epoch, item)
+            return read(item)
+
+        result: tuple[Any, Lease | None] = self._reader.attempt(seeded)
+        return result
 
     def _fill(self) -> None:
         """Make up for rows that could not be read: all ranks take equally many steps."""
@@ -319,7 +336,9 @@ class _Batch:
         for spare in range(1, min(_SPARES, n_items - 1) + 1):
             if self._rows:
                 break
-            self._add((first + spare) % n_items, valid=False)
+            spares = ((first + spare) % n_items,)
+            with self._reader.reading(spares) as read:
+                self._add(read, spares, valid=False)
         missing = (self._work.rows or 0) - len(self._rows)
         if self._rows and missing > 0:
             self._rows += [self._rows[0]] * missing

@@ -12,13 +12,15 @@ import itertools
 import os
 import secrets
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
+from air_nb.data.announcement import Announcement, read_note
 from air_nb.data.locks import lock_directory, try_lock
 from air_nb.runs.forked import abandon_in_children
 
-__all__ = ["LEASES", "Lease", "LeasedPath", "Owner", "sweep_leases"]
+__all__ = ["LEASES", "Lease", "LeasedPath", "Owner", "being_read", "sweep_leases"]
 
 LEASES = "leases"
 """Directory in the cache that has one directory for each process."""
@@ -40,9 +42,11 @@ class Owner:
         self._numbers = itertools.count()
         with lock_directory(cache, timeout_s=_LOCK_TIMEOUT_S):  # else a sweep could take it before we have locked it
             Path(self.directory).mkdir(0o700)
-            self._descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try_lock(self._descriptor)
-        self._finalize = weakref.finalize(self, _close, self._descriptor, self.directory, self._pid)
+            own = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try_lock(own)
+            self.announcement = Announcement(cache, self.directory)
+        self._descriptors = (own, *self.announcement.descriptors)
+        self._finalize = weakref.finalize(self, _close, self._descriptors, self.directory, self._pid)
         abandon_in_children(self)
 
     @classmethod
@@ -65,17 +69,19 @@ class Owner:
     def abandon(self) -> None:
         """Let go of the lock in a forked child: the leases are its parent's."""
         self._finalize.detach()
-        with contextlib.suppress(OSError):
-            os.close(self._descriptor)
+        for descriptor in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 _owners: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
 
 
-def _close(descriptor: int, directory: str, pid: int) -> None:
+def _close(descriptors: Iterable[int], directory: str, pid: int) -> None:
     if pid == os.getpid():
         _remove(directory)
-        os.close(descriptor)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 class Lease:
@@ -158,6 +164,11 @@ def sweep_leases(cache: str) -> None:
                 _remove(directory.path)
         finally:
             os.close(descriptor)
+
+
+def being_read(cache: str) -> set[str]:
+    """Keys of the files that processes are reading without a lease. The caller has swept, and has the cache's lock."""
+    return {key for directory in os.scandir(f"{cache}/{LEASES}") for key in read_note(directory.path)}
 
 
 def _remove(directory: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from air_nb.data.dataset import Files
 from air_nb.data.items import OnError
 from air_nb.data.partition import Tail
 from air_nb.data.state import OnChange
@@ -83,7 +84,7 @@ def kind_of(dataset: Any) -> Kind:
         raise TypeError(msg)
     if isinstance(dataset, Checkpointable):
         return Kind.STREAM
-    if hasattr(dataset, "fetch") or (hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)):
+    if isinstance(dataset, Files) or (hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)):
         return Kind.STRICT
     msg = f"{name} can only be read from its start: nobody could go on in the middle. {_ADVICE}"
     raise TypeError(msg)

@@ -4,11 +4,12 @@
 
     <cache>/                     its lock: whoever changes the ledger, evicts, sweeps, or makes a directory of leases
         ledger                   bytes of the objects, bytes promised to downloads; exact again after each scan
-        objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links, or locked = in use
+        objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links = in use
         paths/<aa>/<key>/<path>  the same files by their own names: what users get
         incoming/<key>.<bytes>   downloads: space is theirs before the first byte
         locks/<key>              held while its file is downloaded
         leases/<process>/<n>     see leases.py
+    leases/<process>/reading see announcement.py: the files that it names are in use too
 
 Whatever a process was doing when it was killed, the ledger says rather too much than too little, and the kernel has
 given up its locks: so the next scan finds what is nobody's.
@@ -27,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from air_nb.data.leases import LEASES, sweep_leases
+from air_nb.data.leases import LEASES, being_read, sweep_leases
 from air_nb.data.locks import lock_directory, try_lock, wait_for_lock
 from air_nb.errors import DataError
 
@@ -178,26 +179,40 @@ class Space:
             time.sleep(poll_s)
         raise AssertionError(key)  # the polls never end
 
-    def publish(self, key: str, size_bytes: int, target: Path | None, path: str, link: str) -> None:
+    def publish(self, key: str, size_bytes: int, target: Path, path: str, link: str) -> None:
         """Make a complete download an object under its own name, and lease it, before anybody can evict it.
 
         Args:
             key: Of the object.
             size_bytes: What was reserved.
-            target: What ``reserve`` returned; None for an object that is there and only lacks its name.
+            target: What ``reserve`` returned.
             path: Its name, in ``path_directory``.
             link: The link that is the lease.
         """
-        kept = self.object_path(key)
         with self._lock():
-            if target is not None:
-                target.rename(kept)
-                stored, incoming = self._read()
-                self._write(stored + size_bytes, incoming - size_bytes)
-            Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.link(kept, path)
-            os.link(kept, link)
+            target.rename(self.object_path(key))
+            stored, incoming = self._read()
+            self._write(stored + size_bytes, incoming - size_bytes)
+            self._name(key, path, link)
+
+    def adopt(self, key: str, size_bytes: int, path: str, link: str) -> bool:
+        """Name and lease an object that lacks its name: who published it was killed in between.
+
+        Args:
+            key: Of the object.
+            size_bytes: What it should be.
+            path: Its name, in ``path_directory``.
+            link: The link that is the lease.
+
+        Returns:
+            False if it is not there, or not what it should be.
+        """
+        with self._lock():  # an object without a name may also be one that is being evicted
+            kept = Path(self.object_path(key))
+            if not kept.exists() or kept.stat().st_size != size_bytes:
+                return False
+            self._name(key, path, link)
+            return True
 
     def cancel(self, target: Path, size_bytes: int) -> None:
         """Give up a download."""
@@ -216,6 +231,7 @@ class Space:
         started_at = time.monotonic()
         for poll_s in _polls_s():
             with self._lock():
+                sweep_leases(self.directory)
                 evicted, busy_bytes = self._evict(size_bytes, self._scan())
             if evicted or not busy_bytes or time.monotonic() - started_at > self.limits.patience_s:
                 return evicted
@@ -250,6 +266,13 @@ class Space:
 
     def _lock(self) -> contextlib.AbstractContextManager[None]:
         return lock_directory(self.directory, timeout_s=_LOCK_TIMEOUT_S)
+
+    def _name(self, key: str, path: str, link: str) -> None:
+        kept = self.object_path(key)
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.link(kept, path)
+        os.link(kept, link)
 
     def _read(self) -> tuple[int, int]:
         try:
@@ -287,12 +310,13 @@ class Space:
         return replace(self._room(*self._read()), in_use=in_use + busy_bytes), evicted
 
     def _evict(self, size_bytes: int, files: list[_Stored]) -> tuple[int, int]:
-        """Evict files of so many bytes, and of a little more if that takes no file too many.
+        """Evict files of so many bytes, and of a little more if that takes no file too many. Dead leases are swept.
 
         Returns:
             Number of evicted files, and bytes of those that could go but for somebody who reads them now.
         """
         count = busy_bytes = 0
+        reading = being_read(self.directory)
         stored, incoming = self._read()
         spare = int(_SLACK * stored)
         for file in sorted(files, key=lambda file: file.used_at_ns):
@@ -300,7 +324,7 @@ class Space:
                 break
             if file.links > _OWN_LINKS:
                 continue
-            if not self._delete_unused(file.key):
+            if file.key in reading or not self._delete_unused(file.key):
                 busy_bytes += file.size_bytes
                 continue
             size_bytes -= file.size_bytes
@@ -310,7 +334,7 @@ class Space:
         return count, busy_bytes
 
     def _delete_unused(self, key: str) -> bool:
-        """Delete an object unless somebody reads or leases it: not waited for, it may be this very thread."""
+        """Delete an object unless somebody leases it: not waited for, it may be this very thread."""
         descriptor = os.open(self.object_path(key), os.O_RDONLY | os.O_CLOEXEC)
         try:
             if not try_lock(descriptor) or os.fstat(descriptor).st_nlink > _OWN_LINKS:

@@ -121,16 +121,17 @@ def tensor_bytes(batch: Any) -> int:
     return 0
 
 
-def describe_deaths(workers: Sequence[BaseProcess], works: Mapping[int, str]) -> str | None:
+def describe_deaths(workers: Sequence[BaseProcess], reading: Callable[[], Mapping[int, str]]) -> str | None:
     """Say which workers died, by what, and what they had to read; None if all live.
 
     Args:
         workers: The worker processes, index = worker.
-        works: What each was reading or was to read next.
+        reading: Says what each was reading or was to read next; asked only if one has died.
     """
     dead = [(number, worker) for number, worker in enumerate(workers) if worker.exitcode]
     if not dead:
         return None
+    works = reading()
     return "; ".join(_describe_death(number, worker, works.get(number)) for number, worker in dead)
 
 

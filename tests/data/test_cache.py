@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from air_nb.data import FileDataset
+from air_nb.data.announcement import NOTE, read_note
 from air_nb.data.cache import Cache, default_directory, default_limits
 from air_nb.data.files import list_files
+from air_nb.data.locks import lock_directory
 from air_nb.data.manifest import Entry
 from air_nb.data.space import Limits
 from air_nb.errors import DataError
@@ -46,7 +49,7 @@ def _kept(cache: Cache) -> set[str]:
 
 
 def _leases(cache: Cache) -> list[Path]:
-    return [path for path in Path(cache.directory, "leases").rglob("*") if path.is_file()]
+    return [path for path in Path(cache.directory, "leases").rglob("*") if path.is_file() and path.name != NOTE]
 
 
 def _grow_older(cache: Cache) -> None:
@@ -125,63 +128,133 @@ def test_a_file_in_use_is_not_evicted_and_its_space_is_waited_for(make_cache, en
     assert disk_bytes(Path(cache.directory)) == 3 * _SIZE
 
 
-def test_a_file_that_is_read_is_not_evicted_and_its_space_is_waited_for(make_cache, entries):
-    cache, other = make_cache(max_bytes=_SIZE), make_cache(max_bytes=_SIZE)
-    cache.lease(entries[0]).release()
-    with cache.reading(entries[0]) as path:
-        with pytest.raises(DataError, match="1,000 bytes are cached, 1,000 of them in use"):
-            other.lease(entries[1])
-        with pytest.raises(DataError), cache.reading(entries[1]):  # by who reads it, too
-            pass
-        assert Path(path).read_bytes() == content(entries[0].path, _SIZE)
-    with other.reading(entries[1]) as path:  # it has to be fetched
-        with pytest.raises(DataError):
-            cache.lease(entries[0])
-        assert Path(path).read_bytes() == content(entries[1].path, _SIZE)
-    cache.lease(entries[0])
-    assert not Path(path).exists()
+def test_files_that_another_process_reads_stay_and_go_with_it(make_cache, entries):
+    cache = make_cache(max_bytes=3 * _SIZE)
+    for entry in entries[:3]:
+        cache.lease(entry).release()
+    with started(1, cache_processes.read_and_stand_still, cache, entries[:2]) as [(process, connection)]:
+        assert connection.recv() is True
+        lease = cache.lease(entries[3])  # in the room of the one that is not read
+        assert _kept(cache) == {Path(entries[index].path).name for index in (0, 1, 3)}
+        with pytest.raises(DataError, match="3,000 bytes are cached, 3,000 of them in use"):
+            cache.lease(entries[4])
+        assert cache._space.evict(1) == 0  # a full disk is no reason either
+        process.kill()
+        process.join()
+        lease.release()
+        assert cache._space.evict(3 * _SIZE) == 3
 
 
 def test_an_eviction_waits_for_a_reader_that_ends(make_cache, entries):
     cache = make_cache(max_bytes=_SIZE, patience_s=60)
     cache.lease(entries[0]).release()
-    with cache.reading(entries[0]):
-        thread = threading.Thread(target=lambda: cache.lease(entries[1]), name="evictor")
+    place = cache.place(entries[0])
+    other = make_cache(max_bytes=_SIZE, patience_s=60)
+    with cache.reading([place]) as reading:
+        assert reading.hit(place)
+        thread = threading.Thread(target=lambda: other.lease(entries[1]), name="evictor")
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
+        assert Path(place.path).exists()
     thread.join(30)
     assert _kept(cache) == {Path(entries[1].path).name}
 
 
-def test_a_full_disk_waits_for_a_reader_too(make_cache, entries):
-    cache = make_cache(patience_s=0.1)
+def test_who_waits_for_room_keeps_no_more_than_the_file_that_is_being_read(make_cache, entries):
+    cache = make_cache(max_bytes=2 * _SIZE)
+    places = [cache.place(entry) for entry in entries[:2]]
+    for entry in entries[:2]:
+        cache.lease(entry).release()
+    with cache.reading(places) as reading:
+        assert reading.hit(places[0])
+        cache.lease(entries[2]).release()  # while decoding the first
+        assert Path(places[0].path).exists()
+        assert not Path(places[1].path).exists()
+        assert not reading.hit(places[1])
+        assert reading.hit(places[0])  # from here on one is announced at a time
+        assert read_note(cache._connect().directory) == [places[0].key]
+
+
+def test_what_was_announced_while_somebody_may_evict_does_not_count(make_cache, entries):
+    cache = make_cache()
     cache.lease(entries[0]).release()
-    with cache.reading(entries[0]):
-        assert cache._space.evict(1) == 0
-    assert cache._space.evict(1) == 1
+    place = cache.place(entries[0])
+    with lock_directory(cache.directory, timeout_s=1), cache.reading([place]) as reading:
+        assert not reading.hit(place)
+    with cache.reading([place]) as reading:
+        assert reading.hit(place)
+
+
+def test_only_one_reader_of_a_process_announces_and_the_others_are_told_to_lease(make_cache, entries):
+    cache = make_cache()
+    places = [cache.place(entry) for entry in entries[:2]]
+    for entry in entries[:2]:
+        cache.lease(entry).release()
+    seen = []
+
+    def another() -> None:
+        with cache.reading(places) as reading:
+            seen.append(reading.hit(places[1]))
+
+    with cache.reading(places[:1]) as reading:
+        another()
+        thread = threading.Thread(target=another)
+        thread.start()
+        thread.join()
+        assert reading.hit(places[0])
+    another()
+    assert seen == [False, False, True]
+
+
+def test_the_note_says_what_is_read_and_nothing_when_it_is_over(make_cache, entries):
+    cache = make_cache()
+    places = [cache.place(entry) for entry in entries]
+    for n_files in (20, 3):
+        with cache.reading(places[:n_files]):
+            assert read_note(cache._connect().directory) == [place.key for place in places[:n_files]]
+        assert read_note(cache._connect().directory) == []
 
 
 @pytest.mark.parametrize("damage", [_cut, Path.unlink])
-def test_a_damaged_copy_is_not_read(make_cache, entries, damage):
+def test_a_damaged_copy_is_not_read(make_cache, source, entries, damage):
     cache = make_cache()
-    damage(Path(cache.lease(entries[0]).path))
-    with cache.reading(entries[0]) as path:
-        assert Path(path).read_bytes() == content(entries[0].path, _SIZE)
+    dataset = FileDataset(source, "**/*.bin", decode=lambda path: Path(path).read_bytes(), cache=cache)
+    damage(Path(cache.lease(dataset.manifest[0]).path))
+    assert dataset[0] == content(dataset.manifest[0].path, _SIZE)
     assert cache.metrics().hits == 0
 
 
-def test_reading_leaves_no_descriptor_open(make_cache, entries):
+def test_a_reader_that_forks_keeps_its_note(make_cache, entries):
+    cache = make_cache()
+    cache.lease(entries[0]).release()
+    place = cache.place(entries[0])
+    with cache.reading([place]) as reading:
+        pid = os.fork()
+        if pid == 0:
+            with cache.reading([place]) as own:
+                os._exit(0 if own.hit(place) else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert reading.hit(place)
+        assert read_note(cache._connect().directory) == [place.key]
+
+
+def test_reading_leaves_no_descriptor_open(make_cache, source):
     cache = make_cache()
 
+    def decode(path: str) -> None:
+        raise ZeroDivisionError
+
+    dataset = FileDataset(source, "**/*.bin", decode=decode, cache=cache)
+
     def open_files() -> int:
-        for entry in entries:
-            with pytest.raises(ZeroDivisionError), cache.reading(entry):
-                raise ZeroDivisionError
+        for index in range(len(dataset)):
+            with pytest.raises(DataError, match="ZeroDivisionError"):
+                dataset[index]
         return sum(cache.directory in os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
 
-    assert open_files() == 1  # the directory of the process's leases
-    assert open_files() == 1
+    assert open_files() == 3  # the directory of the process's leases, its note, and the cache
+    assert open_files() == 3
 
 
 def test_two_leases_of_one_file_end_one_by_one(make_cache, entries):

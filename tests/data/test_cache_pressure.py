@@ -43,6 +43,7 @@ def test_eight_processes_that_want_the_same_files_download_each_once(tmp_path):
         assert sum(each.hits + each.waited + each.misses for each in metrics) == 8 * 20
 
 
+@pytest.mark.parametrize("use", [cache_processes.use_at_random, cache_processes.read_at_random])
 @pytest.mark.parametrize(
     "n_files,size_bytes,max_bytes,batches",
     [
@@ -51,11 +52,13 @@ def test_eight_processes_that_want_the_same_files_download_each_once(tmp_path):
     ],
     ids=["4 MiB through 1", "1 GiB through 64 MiB"],
 )
-def test_eight_processes_stay_below_the_cap_and_keep_what_they_use(tmp_path, n_files, size_bytes, max_bytes, batches):
+def test_eight_processes_stay_below_the_cap_and_keep_what_they_use(
+    tmp_path, n_files, size_bytes, max_bytes, batches, use
+):
     write_files(tmp_path / "source", n_files, size_bytes)
     cache = Cache(tmp_path / "cache", limits=Limits(max_bytes=max_bytes, min_free_bytes=0, patience_s=120))
     arguments = (cache, str(tmp_path / "source"), batches, 4)
-    with started(8, cache_processes.use_at_random, *arguments) as running:
+    with started(8, use, *arguments) as running:
         for _, connection in running:
             connection.send("go")
         reports = [connection.recv() for _, connection in running]  # EOFError: an assertion failed over there
@@ -64,6 +67,19 @@ def test_eight_processes_stay_below_the_cap_and_keep_what_they_use(tmp_path, n_f
     cache._connect()
     assert list(Path(cache.directory, "incoming").iterdir()) == []
     assert disk_bytes(Path(cache.directory)) == cache._space._read()[0]
+
+
+def test_processes_that_read_all_there_is_and_need_more_do_not_wait_for_each_other(tmp_path):
+    write_files(tmp_path / "source", 40, 2**14)
+    # Room for 8 files, and each of 4 processes announces up to 16: nobody could evict, had they to keep them all.
+    cache = Cache(tmp_path / "cache", limits=Limits(max_bytes=2**17, min_free_bytes=0, patience_s=120))
+    arguments = (cache, str(tmp_path / "source"), 12, 16)
+    with started(4, cache_processes.read_at_random, *arguments) as running:
+        for _, connection in running:
+            connection.send("go")
+        reports = [connection.recv() for _, connection in running]
+    assert max(largest for largest, _ in reports) <= 2**17
+    assert sum(metrics.hits for _, metrics in reports) > 0
 
 
 def test_processes_killed_at_any_moment_leave_nothing_that_the_next_start_does_not_sweep(tmp_path):

@@ -37,7 +37,6 @@ def test_files_of_a_disk_are_used_where_they_are(source):
     assert len(dataset) == 12
     assert list(dataset) == sorted(str(path) for path in source.rglob("*.bin"))
     assert dataset[-1] == str(source / "9/9.bin")
-    assert dataset.fetch(0) == (str(source / "0/0.bin"), None)
     with pytest.raises(IndexError):
         dataset[12]
 

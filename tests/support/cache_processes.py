@@ -20,7 +20,18 @@ from air_nb.data.files import list_files
 from air_nb.data.locks import lock_directory
 from air_nb.data.manifest import Entry
 
-__all__ = ["content", "disk_bytes", "fetch_all", "hold", "open_slowly", "started", "use_at_random", "write_files"]
+__all__ = [
+    "content",
+    "disk_bytes",
+    "fetch_all",
+    "hold",
+    "open_slowly",
+    "read_and_stand_still",
+    "read_at_random",
+    "started",
+    "use_at_random",
+    "write_files",
+]
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
@@ -94,6 +105,38 @@ def use_at_random(connection: Connection, number: int, cache: Cache, root: str, 
         for lease in leases:
             lease.release()
     connection.send((largest, cache.metrics()))
+
+
+def read_at_random(connection: Connection, number: int, cache: Cache, root: str, n_batches: int, rows: int) -> None:
+    """Decode batches of files as a loader does; each must be there and right from the first to the last moment."""
+    from air_nb.data import FileDataset
+
+    def decode(path: str) -> bytes:
+        before = Path(path).read_bytes()
+        time.sleep(0.001)
+        assert Path(path).read_bytes() == before
+        return before
+
+    dataset = FileDataset(root, "**/*.bin", decode=decode, cache=cache)
+    chance = Random(number)
+    largest = 0
+    connection.recv()
+    for _ in range(n_batches):
+        chosen = chance.sample(range(len(dataset)), rows)
+        with dataset.reading(chosen) as read:
+            for index in chosen:
+                entry = dataset.manifest[index]
+                assert read(index) == (content(entry.path, entry.size_bytes), None), entry
+        largest = max(largest, disk_bytes(Path(cache.directory)))
+    connection.send((largest, cache.metrics()))
+
+
+def read_and_stand_still(connection: Connection, _number: int, cache: Cache, entries: list[Entry]) -> None:
+    """Announce files that are in the cache, and stand still while the first one is read."""
+    places = [cache.place(entry) for entry in entries]
+    with cache.reading(places) as reading:
+        connection.send(reading.hit(places[0]))
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hold(connection: Connection, _number: int, cache: Cache, entry: Entry) -> None:
