@@ -8,17 +8,25 @@ does not count, and each file needs a lease.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import struct
 import threading
 from collections.abc import Sequence
 
 from air_nb.data.locks import try_lock
 
-__all__ = ["NOTE", "Announcement", "read_note"]
+__all__ = ["EVICTIONS", "EVICTIONS_AT", "LEDGER", "NOTE", "Announcement", "is_alive", "read_note"]
 
 NOTE = "reading"
 """Name of the note in a process's directory."""
+
+LEDGER = "ledger"
+"""Name of the ledger in the cache: see space.py."""
+EVICTIONS = struct.Struct("<q")
+EVICTIONS_AT = 16
+"""Where the number of evictions is in it. Who evicts raises it first, with the lock of the cache."""
 
 _COUNT_BYTES = 8
 _KEY_BYTES = 32
@@ -30,17 +38,25 @@ class Announcement:
     Args:
         cache: The cache's directory.
         directory: That of the process in it.
+
+    Attributes:
+        evictions: How often anything was evicted before the files were announced, as it is in the ledger.
     """
 
     def __init__(self, cache: str, directory: str) -> None:
-        self._note = os.open(f"{directory}/{NOTE}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._cache = os.open(cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self.descriptors = (self._note, self._cache)
+        self.evictions = b""
+        with contextlib.ExitStack() as opened:
+            self._note = _opened(opened, f"{directory}/{NOTE}", os.O_WRONLY | os.O_CREAT)
+            try_lock(self._note)  # as long as this process lives
+            self._write(())  # has a disk block from now on, whatever becomes of the disk
+            self._cache = _opened(opened, cache, os.O_RDONLY | os.O_DIRECTORY)
+            self._ledger = _opened(opened, f"{cache}/{LEDGER}", os.O_RDONLY | os.O_CREAT)
+            opened.pop_all()
+        self.descriptors = (self._note, self._cache, self._ledger)
         self._taken = threading.Lock()
         self._writing = threading.Lock()
         self._current = ""
         self._is_whole = False
-        self._write(())  # has a disk block from now on, whatever becomes of the disk
 
     def begin(self, keys: Sequence[str]) -> bool:
         """Announce files, until ``end``.
@@ -87,13 +103,32 @@ class Announcement:
             except OSError:  # a full disk, for a note that is longer than any before
                 self._write(())
                 return False
-            if try_lock(self._cache, shared=True):
-                fcntl.flock(self._cache, fcntl.LOCK_UN)
-                return True
-            return False
+            if not try_lock(self._cache, shared=True):
+                return False
+            fcntl.flock(self._cache, fcntl.LOCK_UN)
+            self.evictions = os.pread(self._ledger, EVICTIONS.size, EVICTIONS_AT)
+            return True
 
     def _write(self, keys: Sequence[str]) -> None:
         os.pwrite(self._note, f"{len(keys):0{_COUNT_BYTES}}{''.join(keys)}".encode(), 0)
+
+
+def _opened(opened: contextlib.ExitStack, path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    opened.callback(os.close, descriptor)
+    return descriptor
+
+
+def is_alive(directory: str) -> bool:
+    """Whether the process with that directory lives. The caller has the lock of the cache."""
+    try:
+        note = os.open(f"{directory}/{NOTE}", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # killed before it had one
+        return False
+    try:
+        return not try_lock(note)
+    finally:
+        os.close(note)
 
 
 def read_note(directory: str) -> list[str]:

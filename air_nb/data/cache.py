@@ -11,10 +11,12 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import add, attrgetter, sub
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import platformdirs
 
@@ -33,7 +35,8 @@ _NAME_MAX_BYTES = 255
 _FULL_DISK_TRIES = 5
 _NEEDS_CARE = re.compile(r"(?:^|/)(?:\.{0,2})(?:/|$)")
 _TOUCH_AFTER_NS = 10 * 10**9
-"""How old the time of the last use may be: which of two files was used later is known to this precision."""
+_CHECK_AGAIN_S = 60.0
+"""How long a file that was there is taken to be there, and used. Which of two files was used later is known to that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +62,34 @@ class CacheMetrics:
     retries: int = 0
 
     def __add__(self, other: CacheMetrics) -> CacheMetrics:
-        return CacheMetrics(*(mine + theirs for mine, theirs in zip(self._values(), other._values(), strict=True)))
+        return CacheMetrics(*map(add, _numbers(self), _numbers(other)))
 
     def __sub__(self, other: CacheMetrics) -> CacheMetrics:
-        return CacheMetrics(*(mine - theirs for mine, theirs in zip(self._values(), other._values(), strict=True)))
-
-    def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, name) for name in self.__slots__)
+        return CacheMetrics(*map(sub, _numbers(self), _numbers(other)))
 
 
-class Place(NamedTuple):
-    """Where a cache keeps a file, or would.
+_numbers = attrgetter(*CacheMetrics.__slots__)
+
+
+class Place:
+    """Where a cache keeps a file, or would, and what a process knows of it.
 
     Attributes:
         key: Of the file: its URL, size and version, digested.
         path: Under its own name.
         size_bytes: Its size.
+        evictions: How often anything had been evicted when it was there and as large as it should be; None: never seen.
+        checked_at_s: When that was, by the monotonic clock.
     """
 
-    key: str
-    path: str
-    size_bytes: int
+    __slots__ = ("checked_at_s", "evictions", "key", "path", "size_bytes")
+
+    def __init__(self, key: str, path: str, size_bytes: int) -> None:
+        self.key = key
+        self.path = path
+        self.size_bytes = size_bytes
+        self.evictions: bytes | None = None
+        self.checked_at_s = 0.0
 
 
 class Cache:
@@ -138,7 +148,7 @@ class Cache:
         place = self.place(entry)
         lease = self._try_lease(owner, place)
         if lease is not None:
-            self._count_hit()
+            self._count(hits=1)
             return lease
         owner.announcement.shrink()
         started_at = time.monotonic()
@@ -243,9 +253,6 @@ class Cache:
         attempt_s = self.retries.timeout_s + entry.size_bytes / 2**20 + self.retries.longest_wait_s
         return self.limits.patience_s + self.retries.attempts * attempt_s
 
-    def _count_hit(self) -> None:
-        self._counts["hits"] = self._counts.get("hits", 0) + 1
-
     def _count(self, **more: float) -> None:
         for name, number in more.items():
             self._counts[name] = self._counts.get(name, 0) + number
@@ -254,29 +261,51 @@ class Cache:
 class Reading:
     """Files of the cache in use by a ``with`` block. See ``Cache.reading``."""
 
-    __slots__ = ("_announcement", "_cache", "_is_announced", "_keys")
+    __slots__ = ("_announcement", "_cache", "_is_announced", "_now_s", "_places")
 
     def __init__(self, cache: Cache, announcement: Announcement, places: Sequence[Place]) -> None:
         self._cache = cache
         self._announcement = announcement
-        self._keys = [place.key for place in places]
+        self._places = places
         self._is_announced = False
+        self._now_s = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._is_announced = self._announcement.begin(self._keys)
+        self._is_announced = self._announcement.begin([place.key for place in self._places])
         return self
 
     def __exit__(self, *_error: object) -> None:
         if self._is_announced:
             self._announcement.end()
 
-    def hit(self, place: Place) -> bool:
-        """Whether a file is there, as large as it should be, and stays until this is asked about another one.
+    def paths(self, first: int = 0) -> Iterator[str]:
+        """Paths of the files, each of which stays until the next one is asked for; no more if one can't be had so.
 
-        If not it may be there all the same: a lease tells.
+        That one may be there all the same: a lease tells. A file that was there a moment ago still is, unless anything
+        has been evicted since.
+
+        Args:
+            first: Number of the first one.
         """
-        if not (self._is_announced and self._announcement.covers(place.key)):
-            return False
+        if not self._is_announced:
+            return
+        announcement, count = self._announcement, 0
+        check_before_s = self._now_s - _CHECK_AGAIN_S
+        try:
+            for place in islice(self._places, first, None):
+                if not announcement.covers(place.key):
+                    return
+                is_known = place.evictions == announcement.evictions and place.checked_at_s > check_before_s
+                if not is_known and not self.check(place):
+                    return
+                count += 1
+                yield place.path
+        finally:
+            self._cache._count(hits=count)  # noqa: SLF001 - a part of the cache
+
+    def check(self, place: Place) -> bool:
+        """Look whether a file is there, as large as it should be."""
+        place.evictions = None
         try:
             status = os.stat(place.path)  # noqa: PTH116 - pathlib takes twice as long
         except FileNotFoundError:
@@ -284,7 +313,7 @@ class Reading:
         if status.st_size != place.size_bytes:
             return False
         _touch(place.path, status)
-        self._cache._count_hit()  # noqa: SLF001 - a part of the cache
+        place.evictions, place.checked_at_s = self._announcement.evictions, self._now_s
         return True
 
 

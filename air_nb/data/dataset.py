@@ -5,16 +5,14 @@ Under ``air_nb.data.DataLoader`` they are read in batches; a plain torch DataLoa
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from air_nb.data.cache import Cache, CacheMetrics, Place, Reading
+from air_nb.data.cache import Cache, CacheMetrics, Place
 from air_nb.data.files import is_behind_network, resolve_root
 from air_nb.data.leases import Lease, LeasedPath
 from air_nb.data.listing import list_for_all_ranks, rank_and_world_size
@@ -72,61 +70,84 @@ class Files:
         self.manifest  # noqa: B018 - so that not every loader worker lists
         return self.__dict__ | {"_progress": None, "_places": {}}
 
-    @contextlib.contextmanager
-    def reading(self, indices: Sequence[int]) -> Iterator[Callable[[int], tuple[Any, Lease | None]]]:
-        """Read some items: the value is a function of an index.
+    def read(self, index: int) -> tuple[Any, Lease | None]:
+        """One item, and the lease of its file if the item is a path of the cache: release it when the batch is done.
 
-        It returns the item, and the lease of its file if the item is a path of the cache: release it when the batch is
-        done. It raises `IndexError` if there is no such item, and `DataError`, which names the file, if that can't be
-        fetched or ``decode`` failed.
-
-        Args:
-            indices: Of the items, each to be read at most once.
+        Raises:
+            IndexError: There is no such item.
+            DataError: The file can't be fetched, or ``decode`` failed; the message names it.
         """
+        if self.decode is not None:
+            return self.__getitems__((index,))[0], None
         if self.cache is None:
-            yield self._local
-        elif self.decode is None:
-            yield self._leased
-        else:
-            with self.cache.reading([self._place(index) for index in indices]) as reading:
-                yield partial(self._cached, reading)
-
-    def _local(self, index: int) -> tuple[Any, None]:
-        path = self.manifest[index].url
-        return (path if self.decode is None else self._decoded(index, path)), None
-
-    def _leased(self, index: int) -> tuple[Any, Lease]:
-        assert self.cache is not None
-        lease = self.cache.lease(self.manifest[index], storage_options=self._storage_options)
-        self._show_downloads()
+            return self.manifest[index].url, None
+        lease = self._lease(index)
         return lease.path, lease
 
-    def _cached(self, reading: Reading, index: int) -> tuple[Any, None]:
-        place = self._place(index)
-        if reading.hit(place):
-            return self._decoded(index, place.path), None
-        _, lease = self._leased(index)
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Items, read together: what torch's DataLoader asks for.
+
+        Raises:
+            IndexError: There is no such item.
+            DataError: A file can't be fetched, or ``decode`` failed; the message names it.
+        """
+        if self.decode is None:
+            return [self._item(index) for index in indices]
+        if self.cache is not None:
+            return self._decoded_from(self.cache, indices)
+        rows: list[Any] = []
+        decode, paths = self.decode, self.manifest.urls(indices)
         try:
-            return self._decoded(index, lease.path), None
+            for path in paths:
+                rows.append(decode(path))  # noqa: PERF401 - their number tells which one failed
+        except Exception as error:  # the user's function
+            raise self._undecodable(indices[len(rows)], paths[len(rows)], error) from error
+        return rows
+
+    def _decoded_from(self, cache: Cache, indices: Sequence[int]) -> list[Any]:
+        decode, known = self.decode, self._places
+        assert decode is not None
+        rows: list[Any] = []
+        places = [known.get(index) or self._place(cache, index) for index in indices]
+        with cache.reading(places) as reading:
+            while len(rows) < len(places):
+                try:
+                    for path in reading.paths(len(rows)):
+                        rows.append(decode(path))  # noqa: PERF401 - as above
+                except Exception as error:  # the user's function
+                    place = places[len(rows)]
+                    if reading.check(place):
+                        raise self._undecodable(indices[len(rows)], place.path, error) from error
+                if len(rows) < len(places):
+                    rows.append(self._fetched(indices[len(rows)]))
+        return rows
+
+    def _fetched(self, index: int) -> Any:
+        """An example of a file that is not in the cache, or not sure to stay there."""
+        assert self.decode is not None
+        lease = self._lease(index)
+        try:
+            return self.decode(lease.path)
+        except Exception as error:  # the user's function
+            raise self._undecodable(index, lease.path, error) from error
         finally:
             lease.release()
 
-    def _decoded(self, index: int, path: str) -> Any:
-        assert self.decode is not None
-        try:
-            return self.decode(path)
-        except Exception as error:  # the user's function; the file's name must not get lost
-            url = self.manifest[index].url
-            msg = f"decoding {url} (item {index}, read from {path}) failed: {type(error).__name__}: {error}"
-            raise DataError(msg) from error
+    def _lease(self, index: int) -> Lease:
+        assert self.cache is not None
+        lease = self.cache.lease(self.manifest[index], storage_options=self._storage_options)
+        self._show_downloads()
+        return lease
 
-    def _place(self, index: int) -> Place:
-        place = self._places.get(index)
-        if place is None:
-            assert self.cache is not None
-            if len(self._places) >= _REMEMBERED:
-                self._places.clear()
-            place = self._places[index] = self.cache.place(self.manifest[index])
+    def _undecodable(self, index: int, path: str, error: Exception) -> DataError:
+        """Name the file, which must not get lost."""
+        url = self.manifest[index].url
+        return DataError(f"decoding {url} (item {index}, read from {path}) failed: {type(error).__name__}: {error}")
+
+    def _place(self, cache: Cache, index: int) -> Place:
+        if len(self._places) >= _REMEMBERED:
+            self._places.clear()
+        place = self._places[index] = cache.place(self.manifest[index])
         return place
 
     def _show_downloads(self) -> None:
@@ -150,8 +171,7 @@ class Files:
         self._progress.show(metrics)
 
     def _item(self, index: int) -> Any:
-        with self.reading((index,)) as read:
-            value, lease = read(index)
+        value, lease = self.read(index)
         return value if lease is None else LeasedPath(value, lease)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 # mypy: disable-error-code="attr-defined"
 # (get_bit_generator is documented, but not in numpy's __all__.)
 # ruff: noqa: NPY002  # the global generator is the one that augmentation draws from
+import _random
 import ctypes
 import hashlib
 import pickle
@@ -29,6 +30,9 @@ import torch
 
 __all__ = ["GeneratorStates", "seed_example"]
 
+_PYTHON: Any = random._inst  # noqa: SLF001  # whose methods the functions of random are
+_PYTHON_STARTS_AT = object.__basicsize__
+_PYTHON_BYTES = _random.Random.__basicsize__ - _PYTHON_STARTS_AT  # a position, and the key
 _MT19937_BYTES = 4 * (624 + 1)  # mt19937_state in numpy's numpy/random/src/mt19937/mt19937.h: the key, and a position
 
 
@@ -60,26 +64,27 @@ class GeneratorStates:
     Attributes:
         python: Of ``random``.
         numpy: Of ``numpy.random``.
-        numpy_memory: The memory of its generator, which is compared 40 times as fast; None: it is not the usual one.
         torch: Of torch's default generator, on the CPU.
+        memory: What they have in memory, which is read 20 times as fast; None: numpy's is not the usual one.
     """
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
-    numpy_memory: bytes | None
     torch: bytes
+    memory: tuple[Any, ...] | None
 
     @classmethod
     def now(cls, earlier: Self | None = None) -> Self:
         """Take them.
 
         Args:
-            earlier: States of an earlier moment, for what has not changed since.
+            earlier: States of an earlier moment, which may still be those of now.
         """
-        memory = _numpy_memory()
-        is_known = earlier is not None and earlier.tells_numpy(memory)
-        numpy: Any = earlier.numpy if earlier is not None and is_known else np.random.get_state(legacy=False)
-        return cls(random.getstate(), numpy, memory, _torch_state())
+        memory = _memory()
+        if earlier is not None and earlier.are_told_by(memory):
+            return earlier
+        numpy: Any = np.random.get_state(legacy=False)
+        return cls(random.getstate(), numpy, _torch_state(), memory)
 
     def restore(self) -> None:
         """Put the generators back."""
@@ -89,27 +94,35 @@ class GeneratorStates:
 
     def is_now(self) -> bool:
         """Whether nothing has drawn or seeded since, by any of the three."""
-        return self._numpy_is_now() and self.torch == _torch_state() and self.python == random.getstate()
+        memory = _memory()
+        if self.are_told_by(memory) or memory != self.memory:
+            return memory == self.memory
+        now = type(self).now()
+        return (
+            self.python == now.python
+            and self.torch == now.torch
+            and pickle.dumps(self.numpy) == pickle.dumps(now.numpy)  # of arrays and numbers
+        )
 
-    def _numpy_is_now(self) -> bool:
-        memory = _numpy_memory()
-        if self.tells_numpy(memory):
-            return True
-        return pickle.dumps(self.numpy) == pickle.dumps(np.random.get_state(legacy=False))
+    def are_told_by(self, memory: tuple[Any, ...] | None) -> bool:
+        """Whether these are the states if that is the memory.
 
-    def tells_numpy(self, memory: bytes | None) -> bool:
-        """Whether the state of numpy's generator, whose memory is given, is this one.
-
-        Normal numbers are made in pairs. The second one of a pair waits elsewhere, and giving it out changes no memory.
+        Normal numbers are made in pairs. The second one of numpy's waits where nobody can look, and giving it out
+        changes nothing else.
         """
-        return memory is not None and memory == self.numpy_memory and not self.numpy["has_gauss"]
+        return memory is not None and memory == self.memory and not self.numpy["has_gauss"]
 
 
-def _numpy_memory() -> bytes | None:
+def _memory() -> tuple[Any, ...] | None:
     generator = np.random.get_bit_generator()
     if type(generator) is not np.random.MT19937:
         return None
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    return (
+        ctypes.string_at(id(_PYTHON) + _PYTHON_STARTS_AT, _PYTHON_BYTES),
+        _PYTHON.gauss_next,
+        ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES),
+        _torch_state(),
+    )
 
 
 def _torch_state() -> bytes:

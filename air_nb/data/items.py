@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import default_collate, default_convert, get_worker_info
@@ -36,8 +36,6 @@ __all__ = [
     "Work",
     "release",
 ]
-
-Read: TypeAlias = Callable[[int], tuple[Any, Lease | None]]
 
 _RETRY_WAITS_S = (0.1, 0.5)
 _SPARES = 16  # how many other items are tried for a batch of which none can be read
@@ -153,19 +151,20 @@ class Reader:
     on_error: OnError
     collate: Collate
 
-    @contextmanager
-    def reading(self, items: Sequence[int]) -> Iterator[Read]:
-        """Read some items: the value reads one, and returns it with the lease of its file, if it has one.
+    def read(self, item: int) -> tuple[Any, Lease | None]:
+        """Read one item, and lease its file if it is a path of the cache."""
+        return self.dataset.read(item) if isinstance(self.dataset, Files) else (self.dataset[item], None)
 
-        Args:
-            items: What may be read.
-        """
-        dataset = self.dataset
-        if isinstance(dataset, Files):
-            with dataset.reading(items) as read:
-                yield read
-        else:
-            yield lambda item: (dataset[item], None)
+    def read_all(self, items: Sequence[int]) -> list[Any] | None:
+        """Let the data set read items together; None if it can't, or has failed: one by one tells which it is."""
+        read = getattr(self.dataset, "__getitems__", None)
+        if read is None or (isinstance(self.dataset, Files) and self.dataset.decode is None):  # paths have leases
+            return None
+        try:
+            rows = list(read([*items]))
+        except Exception:  # noqa: BLE001  # the border to the user's code
+            return None
+        return rows if len(rows) == len(items) else None
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         """Read something, more than once if errors are to be retried.
@@ -270,11 +269,16 @@ class _Batch:
         self._failures: list[Failure] = []
 
     def read(self) -> Delivery:
+        work = self._work
         try:
-            if not self._read_together():
-                with self._reader.reading(self._work.items + self._work.fillers) as read:
-                    self._add(read, self._work.items, valid=True)
-                    self._add(read, self._work.fillers, valid=False)
+            # A seed of its own for each example takes reading one by one.
+            rows = None if self._seeded else self._reader.read_all(work.items + work.fillers)
+            if rows is None:
+                self._add(work.items, valid=True)
+                self._add(work.fillers, valid=False)
+            else:
+                self._rows = rows
+                self._valid = [True] * len(work.items) + [False] * len(work.fillers)
             self._fill()
             if self._fatal or not self._rows:
                 release(self._leases)
@@ -289,45 +293,26 @@ class _Batch:
     def _fatal(self) -> bool:
         return bool(self._failures) and self._reader.on_error is not OnError.SKIP
 
-    def _read_together(self) -> bool:
-        """Let the data set read the whole batch, if it can and examples have no seeds of their own."""
-        getitems = getattr(self._reader.dataset, "__getitems__", None)
-        if getitems is None or self._seeded:
-            return False
-        try:
-            rows = list(getitems([*self._work.items, *self._work.fillers]))
-        except Exception:  # noqa: BLE001  # one by one tells which item it is
-            return False
-        self._rows = rows
-        self._valid = [True] * len(self._work.items) + [False] * len(self._work.fillers)
-        return len(rows) == len(self._valid)
-
-    def _add(self, read: Read, items: Sequence[int], *, valid: bool) -> None:
+    def _add(self, items: Sequence[int], *, valid: bool) -> None:
         """Read rows; after an error that ends the iteration no more are read."""
-        if self._seeded or self._reader.on_error is OnError.RETRY:
-            read = partial(self._read, read)
-        for item in () if self._fatal else items:
+        for item in items:
+            if self._fatal:
+                return
             try:
-                value, lease = read(item)
+                value, lease = self._reader.attempt(partial(self._read, item))
             except Exception as error:  # noqa: BLE001  # the border to the user's code; the parent reports it
                 if valid or self._reader.on_error is not OnError.SKIP:  # a filler is some other rank's to report
                     self._failures.append(self._reader.failure(item, error))
-                if self._fatal:
-                    return
                 continue
             self._rows.append(value)
             self._valid.append(valid)
             if lease is not None:
                 self._leases.append(lease)
 
-    def _read(self, read: Read, item: int) -> tuple[Any, Lease | None]:
-        def seeded() -> tuple[Any, Lease | None]:
-            if self._seeded:
-                seed_example(self._reader.seed, self._work.epoch, item)
-            return read(item)
-
-        result: tuple[Any, Lease | None] = self._reader.attempt(seeded)
-        return result
+    def _read(self, item: int) -> tuple[Any, Lease | None]:
+        if self._seeded:
+            seed_example(self._reader.seed, self._work.epoch, item)
+        return self._reader.read(item)
 
     def _fill(self) -> None:
         """Make up for rows that could not be read: all ranks take equally many steps."""
@@ -336,9 +321,7 @@ class _Batch:
         for spare in range(1, min(_SPARES, n_items - 1) + 1):
             if self._rows:
                 break
-            spares = ((first + spare) % n_items,)
-            with self._reader.reading(spares) as read:
-                self._add(read, spares, valid=False)
+            self._add(((first + spare) % n_items,), valid=False)
         missing = (self._work.rows or 0) - len(self._rows)
         if self._rows and missing > 0:
             self._rows += [self._rows[0]] * missing

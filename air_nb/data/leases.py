@@ -1,8 +1,9 @@
 """Leases: a cached file stays where it is while somebody has one, and they end with the process that has them.
 
 A lease is a hard link to the file, in a directory of the process that has it. So a file in use is one with more links
-than its own, taking and giving back are one call of the kernel each, and what a killed process had is a directory that
-nobody has locked. Leases travel: unpickled in another process (a loader worker's parent) they become that process's.
+than its own, taking and giving back are one call of the kernel each, and what a killed process had is a directory whose
+note (announcement.py) nobody has locked. Leases travel: unpickled in another process (a loader worker's parent) they
+become that process's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
-from air_nb.data.announcement import Announcement, read_note
-from air_nb.data.locks import lock_directory, try_lock
+from air_nb.data.announcement import Announcement, is_alive, read_note
+from air_nb.data.locks import lock_directory
 from air_nb.runs.forked import abandon_in_children
 
 __all__ = ["LEASES", "Lease", "LeasedPath", "Owner", "being_read", "sweep_leases"]
@@ -42,11 +43,9 @@ class Owner:
         self._numbers = itertools.count()
         with lock_directory(cache, timeout_s=_LOCK_TIMEOUT_S):  # else a sweep could take it before we have locked it
             Path(self.directory).mkdir(0o700)
-            own = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try_lock(own)
             self.announcement = Announcement(cache, self.directory)
-        self._descriptors = (own, *self.announcement.descriptors)
-        self._finalize = weakref.finalize(self, _close, self._descriptors, self.directory, self._pid)
+        descriptors = self.announcement.descriptors
+        self._finalize = weakref.finalize(self, _close, descriptors, self.directory, self._pid)
         abandon_in_children(self)
 
     @classmethod
@@ -69,7 +68,7 @@ class Owner:
     def abandon(self) -> None:
         """Let go of the lock in a forked child: the leases are its parent's."""
         self._finalize.detach()
-        for descriptor in self._descriptors:
+        for descriptor in self.announcement.descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
@@ -158,12 +157,8 @@ class LeasedPath(str):
 def sweep_leases(cache: str) -> None:
     """Delete the leases of processes that have died. The caller has the lock of the cache."""
     for directory in os.scandir(f"{cache}/{LEASES}"):
-        descriptor = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if try_lock(descriptor):
-                _remove(directory.path)
-        finally:
-            os.close(descriptor)
+        if not is_alive(directory.path):
+            _remove(directory.path)
 
 
 def being_read(cache: str) -> set[str]:

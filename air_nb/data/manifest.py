@@ -68,6 +68,11 @@ class Manifest:
         path = self.paths[index]
         return Entry(join(self.root, path), path, self.sizes_bytes[index], self.versions[index])
 
+    def urls(self, indices: Iterable[int]) -> list[str]:
+        """Where some of the files are."""
+        before, after = join(self.root, "\0").split("\0")
+        return [f"{before}{self.paths[index]}{after}" for index in indices]
+
     def __iter__(self) -> Iterator[Entry]:
         return (self[index] for index in range(len(self)))
 

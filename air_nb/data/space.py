@@ -11,6 +11,8 @@
         leases/<process>/<n>     see leases.py
     leases/<process>/reading see announcement.py: the files that it names are in use too
 
+The ledger also counts evictions: as long as there is no other one, what was there still is.
+
 Whatever a process was doing when it was killed, the ledger says rather too much than too little, and the kernel has
 given up its locks: so the next scan finds what is nobody's.
 """
@@ -28,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from air_nb.data.announcement import EVICTIONS, EVICTIONS_AT, LEDGER
 from air_nb.data.leases import LEASES, being_read, sweep_leases
 from air_nb.data.locks import lock_directory, try_lock, wait_for_lock
 from air_nb.errors import DataError
@@ -114,7 +117,7 @@ class Space:
             sweep_leases(self.directory)
             if self._is_first_since_boot():
                 self._discard_unsynced()
-            if self._sweep_incoming() or not Path(self.directory, "ledger").exists():
+            if self._sweep_incoming() or not Path(self.directory, LEDGER).exists():
                 self._scan()
 
     def object_path(self, key: str) -> str:
@@ -243,6 +246,7 @@ class Space:
         with self._lock():
             file = Path(self.object_path(key))
             size_bytes = file.stat().st_size if file.exists() else 0
+            self._count_eviction()
             self._delete(key)
             stored_bytes, incoming_bytes = self._read()
             self._write(max(0, stored_bytes - size_bytes), incoming_bytes)
@@ -276,7 +280,7 @@ class Space:
 
     def _read(self) -> tuple[int, int]:
         try:
-            stored, incoming = _LEDGER.unpack(Path(self.directory, "ledger").read_bytes())
+            stored, incoming = _LEDGER.unpack_from(Path(self.directory, LEDGER).read_bytes())
         except (FileNotFoundError, struct.error):
             self._scan()
             return self._read()
@@ -284,9 +288,20 @@ class Space:
 
     def _write(self, stored: int, incoming: int) -> None:
         # 16 bytes at offset 0: written whole or, where the process is killed before, not at all.
-        descriptor = os.open(f"{self.directory}/ledger", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._enter(_LEDGER.pack(stored, incoming), 0)
+
+    def _count_eviction(self) -> None:
+        """Let processes look again whether files are there that they have seen; called before the first one goes."""
         try:
-            os.pwrite(descriptor, _LEDGER.pack(stored, incoming), 0)
+            count = EVICTIONS.unpack_from(Path(self.directory, LEDGER).read_bytes(), EVICTIONS_AT)[0]
+        except (FileNotFoundError, struct.error):  # there was none yet
+            count = time.time_ns()  # no number that anybody has seen in a ledger before this one
+        self._enter(EVICTIONS.pack(count + 1), EVICTIONS_AT)
+
+    def _enter(self, content: bytes, at: int) -> None:
+        descriptor = os.open(f"{self.directory}/{LEDGER}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(descriptor, content, at)
         finally:
             os.close(descriptor)
 
@@ -316,6 +331,7 @@ class Space:
             Number of evicted files, and bytes of those that could go but for somebody who reads them now.
         """
         count = busy_bytes = 0
+        self._count_eviction()
         reading = being_read(self.directory)
         stored, incoming = self._read()
         spare = int(_SLACK * stored)

@@ -12,7 +12,7 @@ import pytest
 
 from air_nb.data import FileDataset
 from air_nb.data.announcement import NOTE, read_note
-from air_nb.data.cache import Cache, default_directory, default_limits
+from air_nb.data.cache import Cache, Place, default_directory, default_limits
 from air_nb.data.files import list_files
 from air_nb.data.locks import lock_directory
 from air_nb.data.manifest import Entry
@@ -145,66 +145,67 @@ def test_files_that_another_process_reads_stay_and_go_with_it(make_cache, entrie
         assert cache._space.evict(3 * _SIZE) == 3
 
 
+def _fill(cache: Cache, entries: list[Entry]) -> list[Place]:
+    for entry in entries:
+        cache.lease(entry).release()
+    return [cache.place(entry) for entry in entries]
+
+
 def test_an_eviction_waits_for_a_reader_that_ends(make_cache, entries):
-    cache = make_cache(max_bytes=_SIZE, patience_s=60)
-    cache.lease(entries[0]).release()
-    place = cache.place(entries[0])
-    other = make_cache(max_bytes=_SIZE, patience_s=60)
+    cache, other = make_cache(max_bytes=_SIZE, patience_s=60), make_cache(max_bytes=_SIZE, patience_s=60)
+    [place] = _fill(cache, entries[:1])
     with cache.reading([place]) as reading:
-        assert reading.hit(place)
+        [path] = reading.paths()
         thread = threading.Thread(target=lambda: other.lease(entries[1]), name="evictor")
         thread.start()
         thread.join(0.2)
         assert thread.is_alive()
-        assert Path(place.path).exists()
+        assert Path(path).exists()
     thread.join(30)
     assert _kept(cache) == {Path(entries[1].path).name}
 
 
 def test_who_waits_for_room_keeps_no_more_than_the_file_that_is_being_read(make_cache, entries):
     cache = make_cache(max_bytes=2 * _SIZE)
-    places = [cache.place(entry) for entry in entries[:2]]
-    for entry in entries[:2]:
-        cache.lease(entry).release()
+    places = _fill(cache, entries[:2])
     with cache.reading(places) as reading:
-        assert reading.hit(places[0])
+        paths = reading.paths()
+        assert next(paths) == places[0].path
         cache.lease(entries[2]).release()  # while decoding the first
         assert Path(places[0].path).exists()
         assert not Path(places[1].path).exists()
-        assert not reading.hit(places[1])
-        assert reading.hit(places[0])  # from here on one is announced at a time
+        assert list(paths) == []
+        assert list(reading.paths(1)) == []
+        assert next(reading.paths()) == places[0].path  # from here on one is announced at a time
         assert read_note(cache._connect().directory) == [places[0].key]
 
 
 def test_what_was_announced_while_somebody_may_evict_does_not_count(make_cache, entries):
     cache = make_cache()
-    cache.lease(entries[0]).release()
-    place = cache.place(entries[0])
-    with lock_directory(cache.directory, timeout_s=1), cache.reading([place]) as reading:
-        assert not reading.hit(place)
-    with cache.reading([place]) as reading:
-        assert reading.hit(place)
+    places = _fill(cache, entries[:1])
+    with lock_directory(cache.directory, timeout_s=1), cache.reading(places) as reading:
+        assert list(reading.paths()) == []
+    with cache.reading(places) as reading:
+        assert list(reading.paths()) == [places[0].path]
 
 
 def test_only_one_reader_of_a_process_announces_and_the_others_are_told_to_lease(make_cache, entries):
     cache = make_cache()
-    places = [cache.place(entry) for entry in entries[:2]]
-    for entry in entries[:2]:
-        cache.lease(entry).release()
+    places = _fill(cache, entries[:2])
     seen = []
 
     def another() -> None:
-        with cache.reading(places) as reading:
-            seen.append(reading.hit(places[1]))
+        with cache.reading(places[1:]) as reading:
+            seen.append(list(reading.paths()))
 
     with cache.reading(places[:1]) as reading:
         another()
         thread = threading.Thread(target=another)
         thread.start()
         thread.join()
-        assert reading.hit(places[0])
+        assert list(reading.paths()) == [places[0].path]
     another()
-    assert seen == [False, False, True]
+    assert seen == [[], [], [places[1].path]]
 
 
 def test_the_note_says_what_is_read_and_nothing_when_it_is_over(make_cache, entries):
@@ -216,27 +217,59 @@ def test_the_note_says_what_is_read_and_nothing_when_it_is_over(make_cache, entr
         assert read_note(cache._connect().directory) == []
 
 
+def test_a_file_that_was_there_is_looked_for_again_once_anything_was_evicted(make_cache, entries):
+    cache = make_cache(max_bytes=2 * _SIZE)
+    places = _fill(cache, entries[:2])
+    for expected in (places, places[1:]):
+        with cache.reading(places) as reading:
+            found = [place for number, place in enumerate(places) if place.path in list(reading.paths(number))]
+        assert found == expected
+        with started(1, cache_processes.fetch_all, cache, entries[2:3]) as [(_, connection)]:  # evicts the first
+            connection.send("go")
+            connection.recv()
+
+
+def _read_bytes(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
 @pytest.mark.parametrize("damage", [_cut, Path.unlink])
-def test_a_damaged_copy_is_not_read(make_cache, source, entries, damage):
+def test_a_damaged_copy_is_not_read(make_cache, source, damage):
     cache = make_cache()
-    dataset = FileDataset(source, "**/*.bin", decode=lambda path: Path(path).read_bytes(), cache=cache)
+    dataset = FileDataset(source, "**/*.bin", decode=_read_bytes, cache=cache)
     damage(Path(cache.lease(dataset.manifest[0]).path))
     assert dataset[0] == content(dataset.manifest[0].path, _SIZE)
     assert cache.metrics().hits == 0
 
 
+def _read_exactly(path: str) -> bytes:
+    read = Path(path).read_bytes()
+    assert len(read) == _SIZE
+    return read
+
+
+@pytest.mark.parametrize("damage", [_cut, Path.unlink])
+def test_a_copy_that_is_damaged_later_is_fetched_anew_when_it_cant_be_decoded(make_cache, source, damage):
+    cache = make_cache()
+    dataset = FileDataset(source, "**/*.bin", decode=_read_exactly, cache=cache)
+    expected = [content(entry.path, _SIZE) for entry in dataset.manifest]
+    for _ in range(2):  # the second time they are there
+        assert dataset.__getitems__(range(20)) == expected
+    damage(Path(cache.place(dataset.manifest[7]).path))
+    assert dataset.__getitems__(range(20)) == expected
+
+
 def test_a_reader_that_forks_keeps_its_note(make_cache, entries):
     cache = make_cache()
-    cache.lease(entries[0]).release()
-    place = cache.place(entries[0])
-    with cache.reading([place]) as reading:
+    places = _fill(cache, entries[:1])
+    with cache.reading(places) as reading:
         pid = os.fork()
         if pid == 0:
-            with cache.reading([place]) as own:
-                os._exit(0 if own.hit(place) else 1)
+            with cache.reading(places) as own:
+                os._exit(0 if list(own.paths()) else 1)
         assert os.waitpid(pid, 0)[1] == 0
-        assert reading.hit(place)
-        assert read_note(cache._connect().directory) == [place.key]
+        assert list(reading.paths()) == [places[0].path]
+        assert read_note(cache._connect().directory) == [places[0].key]
 
 
 def test_reading_leaves_no_descriptor_open(make_cache, source):
@@ -253,7 +286,7 @@ def test_reading_leaves_no_descriptor_open(make_cache, source):
                 dataset[index]
         return sum(cache.directory in os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
 
-    assert open_files() == 3  # the directory of the process's leases, its note, and the cache
+    assert open_files() == 3  # the process's note, the cache and its ledger
     assert open_files() == 3
 
 

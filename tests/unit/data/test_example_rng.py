@@ -61,12 +61,12 @@ def test_whoever_draws_is_noticed_and_can_be_undone(draw, with_half_a_pair, gene
 def test_the_second_number_of_a_pair_is_noticed_though_no_memory_changes():
     np.random.randn()
     before = GeneratorStates.now()
-    memory = before.numpy_memory
     np.random.randn()
     now = GeneratorStates.now(before)
-    assert now.numpy_memory == memory
+    assert now.memory == before.memory
     assert not before.is_now()
     assert now.is_now()
+    assert GeneratorStates.now(now) is now
 
 
 @pytest.mark.parametrize("n_normal", range(4))
