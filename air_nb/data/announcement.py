@@ -9,31 +9,35 @@ does not count, and each file needs a lease.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Sequence
 
-from air_nb.data.locks import try_lock
+from air_nb.data.locks import try_lock, unlock_and_close
 
 __all__ = ["EVICTIONS", "EVICTIONS_AT", "LEDGER", "NOTE", "Announcement", "is_alive", "read_note"]
 
 NOTE = "reading"
-"""Name of the note in a process's directory."""
-
+"""Name of the note in a process's directory. Its lock says that the process lives."""
 LEDGER = "ledger"
 """Name of the ledger in the cache: see space.py."""
-EVICTIONS = struct.Struct("<q")
 EVICTIONS_AT = 16
-"""Where the number of evictions is in it. Who evicts raises it first, with the lock of the cache."""
+"""Where ``EVICTIONS`` is in it."""
+EVICTIONS = struct.Struct("<qq")
+"""How often anything was evicted, raised before it is; until when (ns) somebody waits for files that are announced."""
 
 _COUNT_BYTES = 8
 _KEY_BYTES = 32
 
 
 class Announcement:
-    """The note of one process. One block of code at a time has it; others, in other threads or nested, get leases.
+    """The note of one process. One holder at a time has it; others, in other threads or nested, get leases.
+
+    Nothing is left announced or locked by an interrupt, wherever it strikes, if ``end`` is called again after it.
 
     Args:
         cache: The cache's directory.
@@ -47,70 +51,100 @@ class Announcement:
         self.evictions = b""
         with contextlib.ExitStack() as opened:
             self._note = _opened(opened, f"{directory}/{NOTE}", os.O_WRONLY | os.O_CREAT)
-            try_lock(self._note)  # as long as this process lives
-            self._write(())  # has a disk block from now on, whatever becomes of the disk
+            try_lock(self._note)
+            self._erase()  # has a disk block from now on, whatever becomes of the disk
             self._cache = _opened(opened, cache, os.O_RDONLY | os.O_DIRECTORY)
             self._ledger = _opened(opened, f"{cache}/{LEDGER}", os.O_RDONLY | os.O_CREAT)
             opened.pop_all()
-        self.descriptors = (self._note, self._cache, self._ledger)
-        self._taken = threading.Lock()
-        self._writing = threading.Lock()
+        self.descriptors: tuple[int, ...] = (self._note, self._cache, self._ledger)
+        self._holder: object = None
+        self._lock = threading.RLock()  # an interrupt may enter again what it has interrupted
         self._current = ""
         self._is_whole = False
 
-    def begin(self, keys: Sequence[str]) -> bool:
+    @property
+    def is_there(self) -> bool:
+        """Whether the note is where others look for it: the cache has not been deleted meanwhile."""
+        return os.fstat(self._note).st_nlink > 0
+
+    def begin(self, holder: object, keys: Sequence[str]) -> bool:
         """Announce files, until ``end``.
 
         Args:
+            holder: Who reads them.
             keys: Of the files.
 
         Returns:
-            Whether the note is the caller's to use; then ``covers`` says of each file whether it stays.
+            Whether the note is the holder's now; then ``covers`` says of each file whether it stays.
         """
-        if not self._taken.acquire(blocking=False):
-            return False
-        self._is_whole = self._announce(keys)
-        return True
+        with self._lock:
+            if self._holder is not None or not self.descriptors:
+                return False
+            self._holder = holder
+            self._is_whole = self._announce(keys)
+            return True
 
     def covers(self, key: str) -> bool:
         """Whether a file that was announced, and is there now, stays until this is asked about another one."""
         self._current = key  # in this order: shrink() makes them in the other one
         return self._is_whole or self._announce((key,))
 
-    def end(self) -> None:
-        """Announce nothing any more."""
-        with self._writing:
-            self._current = ""
-            self._is_whole = False
-            self._write(())
-        self._taken.release()
+    def end(self, holder: object) -> None:
+        """Announce nothing any more, if the note is still that holder's."""
+        with self._lock:
+            if self._holder is holder:
+                self._is_whole = False
+                self._current = ""
+                self._erase()
+                self._holder = None
 
     def shrink(self) -> None:
         """Announce the file that is being read alone: this process is about to wait for room.
 
         Else processes would wait for each other's files, none of which is being read.
         """
-        if not self._is_whole:
-            return
-        with self._writing:
-            self._is_whole = False
-            self._write((self._current,) if self._current else ())
+        with self._lock:
+            if self._is_whole:
+                self._is_whole = False
+                self._write((self._current,) if self._current else ())
+
+    def abandon(self) -> None:
+        """Let go of it in a forked child: it is the parent's."""
+        descriptors, self.descriptors = self.descriptors, ()
+        self._holder = None
+        self._is_whole = False
+        self._lock = threading.RLock()
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     def _announce(self, keys: Sequence[str]) -> bool:
-        with self._writing:
+        with self._lock:
+            if not self.descriptors:
+                return False
             try:
                 self._write(keys)
             except OSError:  # a full disk, for a note that is longer than any before
-                self._write(())
+                self._erase()
                 return False
-            if not try_lock(self._cache, shared=True):
-                return False
-            fcntl.flock(self._cache, fcntl.LOCK_UN)
-            self.evictions = os.pread(self._ledger, EVICTIONS.size, EVICTIONS_AT)
-            return True
+            try:
+                if not try_lock(self._cache, shared=True):
+                    return False
+            finally:
+                fcntl.flock(self._cache, fcntl.LOCK_UN)
+            entry = os.pread(self._ledger, EVICTIONS.size, EVICTIONS_AT)
+            self.evictions = entry[:8]
+            is_waited_for = len(entry) == EVICTIONS.size and EVICTIONS.unpack(entry)[1] > time.time_ns()
+            return not is_waited_for or len(keys) == 1
 
     def _write(self, keys: Sequence[str]) -> None:
-        os.pwrite(self._note, f"{len(keys):0{_COUNT_BYTES}}{''.join(keys)}".encode(), 0)
+        note = f"{len(keys):0{_COUNT_BYTES}}{''.join(keys)}".encode()
+        if os.pwrite(self._note, note, 0) < len(note):  # a part fitted on the disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), NOTE)
+
+    def _erase(self) -> None:
+        with contextlib.suppress(OSError):  # there is nothing to erase on a disk that has been full from the start
+            self._write(())
 
 
 def _opened(opened: contextlib.ExitStack, path: str, flags: int) -> int:
@@ -128,7 +162,7 @@ def is_alive(directory: str) -> bool:
     try:
         return not try_lock(note)
     finally:
-        os.close(note)
+        unlock_and_close(note)
 
 
 def read_note(directory: str) -> list[str]:

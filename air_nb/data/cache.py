@@ -20,10 +20,9 @@ from typing import Any, Self
 
 import platformdirs
 
-from air_nb.data.announcement import Announcement
 from air_nb.data.fetch import Fault, Retries, classify, retrying
 from air_nb.data.leases import Lease, Owner
-from air_nb.data.locks import lock_file
+from air_nb.data.locks import lock_file, unlock_and_close
 from air_nb.data.manifest import Entry
 from air_nb.data.space import Limits, Space
 from air_nb.errors import DataError
@@ -75,7 +74,7 @@ class Place:
     """Where a cache keeps a file, or would, and what a process knows of it.
 
     Attributes:
-        key: Of the file: its URL, size and version, digested.
+        key: Of the file: its URL, name, size and version, digested. A file of two roots is two files.
         path: Under its own name.
         size_bytes: Its size.
         evictions: How often anything had been evicted when it was there and as large as it should be; None: never seen.
@@ -168,11 +167,11 @@ class Cache:
         Args:
             places: Of the files, one of which is read at a time.
         """
-        return Reading(self, self._connect().announcement, places)
+        return Reading(self, self._connect(), places)
 
     def _connect(self) -> Owner:
         owner = self._owner
-        if owner is None or not owner.is_mine:
+        if owner is None or not owner.is_of_use:
             private_directory(Path(self.directory))
             self._space.open()
             owner = self._owner = Owner.of(self.directory)
@@ -191,7 +190,7 @@ class Cache:
             link = owner.new_name()
             os.link(place.path, link)
         finally:
-            os.close(descriptor)
+            unlock_and_close(descriptor)
         return Lease(place.path, link, owner)
 
     def _lease_missing(self, owner: Owner, place: Place, entry: Entry, options: Mapping[str, Any]) -> Lease:
@@ -202,9 +201,13 @@ class Cache:
             if lease is not None:
                 self._count(waited=1)
                 return lease
-            if not self._space.adopt(place.key, place.size_bytes, place.path, link):
-                self._space.discard(place.key)
-                self._evicting(entry, lambda: self._download(place.key, entry, options, place.path, link))
+
+            def attempt() -> None:  # the second one may find what the first one could not give a name
+                if not self._space.adopt(place.key, place.size_bytes, place.path, link):
+                    self._space.discard(place.key)
+                    self._download(place.key, entry, options, place.path, link)
+
+            self._evicting(entry, attempt)
             return Lease(place.path, link, owner)
 
     def _download(self, key: str, entry: Entry, options: Mapping[str, Any], path: str, link: str) -> None:
@@ -261,22 +264,23 @@ class Cache:
 class Reading:
     """Files of the cache in use by a ``with`` block. See ``Cache.reading``."""
 
-    __slots__ = ("_announcement", "_cache", "_is_announced", "_now_s", "_places")
+    __slots__ = ("_announcement", "_cache", "_is_announced", "_now_s", "_owner", "_places")
 
-    def __init__(self, cache: Cache, announcement: Announcement, places: Sequence[Place]) -> None:
+    def __init__(self, cache: Cache, owner: Owner, places: Sequence[Place]) -> None:
         self._cache = cache
-        self._announcement = announcement
+        self._owner = owner  # its files are closed when it goes
+        self._announcement = owner.announcement
         self._places = places
         self._is_announced = False
         self._now_s = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._is_announced = self._announcement.begin([place.key for place in self._places])
+        self._is_announced = self._announcement.begin(self, [place.key for place in self._places])
         return self
 
     def __exit__(self, *_error: object) -> None:
-        if self._is_announced:
-            self._announcement.end()
+        self._is_announced = False
+        self._announcement.end(self)
 
     def paths(self, first: int = 0) -> Iterator[str]:
         """Paths of the files, each of which stays until the next one is asked for; no more if one can't be had so.
@@ -298,8 +302,8 @@ class Reading:
                 is_known = place.evictions == announcement.evictions and place.checked_at_s > check_before_s
                 if not is_known and not self.check(place):
                     return
-                count += 1
                 yield place.path
+                count += 1
         finally:
             self._cache._count(hits=count)  # noqa: SLF001 - a part of the cache
 
@@ -357,7 +361,7 @@ def _bytes_from(variable: str) -> int | None:
 
 def _key(entry: Entry) -> str:
     return hashlib.sha256(
-        f"{entry.url}\0{entry.size_bytes}\0{entry.version}".encode("utf-8", "surrogateescape")
+        f"{entry.url}\0{entry.path}\0{entry.size_bytes}\0{entry.version}".encode("utf-8", "surrogateescape")
     ).hexdigest()[:32]
 
 

@@ -5,6 +5,7 @@ Under ``air_nb.data.DataLoader`` they are read in batches; a plain torch DataLoa
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -70,57 +71,75 @@ class Files:
         self.manifest  # noqa: B018 - so that not every loader worker lists
         return self.__dict__ | {"_progress": None, "_places": {}}
 
-    def read(self, index: int) -> tuple[Any, Lease | None]:
+    @property
+    def is_plain(self) -> bool:
+        """Whether an item is what this class makes of it: a subclass may have a ``__getitem__`` of its own."""
+        return all(
+            getattr(type(self), name, None) in {getattr(FileDataset, name), getattr(Dataset, name, None)}
+            for name in ("__getitem__", "__getitems__")
+        )
+
+    def leased(self, index: int) -> tuple[Any, Lease | None]:
         """One item, and the lease of its file if the item is a path of the cache: release it when the batch is done.
 
         Raises:
             IndexError: There is no such item.
             DataError: The file can't be fetched, or ``decode`` failed; the message names it.
         """
-        if self.decode is not None:
-            return self.__getitems__((index,))[0], None
-        if self.cache is None:
-            return self.manifest[index].url, None
-        lease = self._lease(index)
-        return lease.path, lease
+        if self.decode is None and self.cache is not None:
+            lease = self._lease(index)
+            return lease.path, lease
+        rows, error = self.decoded((index,))
+        if error is not None:
+            raise error
+        return rows[0], None
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Items, read together: what torch's DataLoader asks for.
+    def decoded(self, indices: Sequence[int]) -> tuple[list[Any], Exception | None]:
+        """Items, read together, none of which is a path of the cache.
 
-        Raises:
-            IndexError: There is no such item.
-            DataError: A file can't be fetched, or ``decode`` failed; the message names it.
+        Returns:
+            Those before the first one that can't be read, and what `leased` raises for that one.
         """
-        if self.decode is None:
-            return [self._item(index) for index in indices]
-        if self.cache is not None:
-            return self._decoded_from(self.cache, indices)
         rows: list[Any] = []
+        try:
+            if self.cache is None:
+                self._decode_local(indices, rows)
+            else:
+                self._decode_cached(self.cache, indices, rows)
+        except Exception as error:  # noqa: BLE001 - of the user's function, of the storage, of the disk: the caller's to raise
+            return rows, error
+        return rows, None
+
+    def _decode_local(self, indices: Sequence[int], rows: list[Any]) -> None:
         decode, paths = self.decode, self.manifest.urls(indices)
+        if decode is None:
+            rows += paths
+            return
         try:
             for path in paths:
-                rows.append(decode(path))  # noqa: PERF401 - their number tells which one failed
+                rows.append(decode(path))
         except Exception as error:  # the user's function
             raise self._undecodable(indices[len(rows)], paths[len(rows)], error) from error
-        return rows
 
-    def _decoded_from(self, cache: Cache, indices: Sequence[int]) -> list[Any]:
+    def _decode_cached(self, cache: Cache, indices: Sequence[int], rows: list[Any]) -> None:
         decode, known = self.decode, self._places
         assert decode is not None
-        rows: list[Any] = []
         places = [known.get(index) or self._place(cache, index) for index in indices]
-        with cache.reading(places) as reading:
-            while len(rows) < len(places):
-                try:
-                    for path in reading.paths(len(rows)):
-                        rows.append(decode(path))  # noqa: PERF401 - as above
-                except Exception as error:  # the user's function
-                    place = places[len(rows)]
-                    if reading.check(place):
-                        raise self._undecodable(indices[len(rows)], place.path, error) from error
-                if len(rows) < len(places):
-                    rows.append(self._fetched(indices[len(rows)]))
-        return rows
+        reading = cache.reading(places)
+        try:
+            with reading:
+                while len(rows) < len(places):
+                    try:
+                        for path in reading.paths(len(rows)):
+                            rows.append(decode(path))  # noqa: PERF401 - as above
+                    except Exception as error:  # the user's function
+                        place = places[len(rows)]
+                        if reading.check(place):
+                            raise self._undecodable(indices[len(rows)], place.path, error) from error
+                    if len(rows) < len(places):
+                        rows.append(self._fetched(indices[len(rows)]))
+        finally:
+            reading.__exit__()  # an interrupt may have struck in the first one
 
     def _fetched(self, index: int) -> Any:
         """An example of a file that is not in the cache, or not sure to stay there."""
@@ -171,7 +190,7 @@ class Files:
         self._progress.show(metrics)
 
     def _item(self, index: int) -> Any:
-        value, lease = self.read(index)
+        value, lease = self.leased(operator.index(index))
         return value if lease is None else LeasedPath(value, lease)
 
 
@@ -213,6 +232,15 @@ class FileDataset(Files, Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self._item(index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Items, read together: what torch's DataLoader asks for."""
+        if self.decode is None or not self.is_plain:
+            return [self[index] for index in indices]
+        rows, error = self.decoded([operator.index(index) for index in indices])
+        if error is not None:
+            raise error
+        return rows
 
     def __iter__(self) -> Iterator[Any]:
         """All items, in the order of the next epoch; not split over ranks."""

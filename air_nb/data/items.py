@@ -151,20 +151,35 @@ class Reader:
     on_error: OnError
     collate: Collate
 
+    @property
+    def files(self) -> Files | None:
+        """The data set, if it is one of files whose items are what that makes of them."""
+        return self.dataset if isinstance(self.dataset, Files) and self.dataset.is_plain else None
+
     def read(self, item: int) -> tuple[Any, Lease | None]:
         """Read one item, and lease its file if it is a path of the cache."""
-        return self.dataset.read(item) if isinstance(self.dataset, Files) else (self.dataset[item], None)
+        files = self.files
+        return (self.dataset[item], None) if files is None else files.leased(item)
 
-    def read_all(self, items: Sequence[int]) -> list[Any] | None:
-        """Let the data set read items together; None if it can't, or has failed: one by one tells which it is."""
+    def read_together(self, items: Sequence[int]) -> tuple[list[Any], Exception | None] | None:
+        """Let the data set read items together, if it can.
+
+        Returns:
+            What was read, and why the item after it could not be; None: they are to be read one by one.
+        """
+        files = self.files
+        if files is not None:
+            # Paths have leases; who retries has to be asked for the item that failed.
+            is_able = files.decode is not None and self.on_error is not OnError.RETRY
+            return files.decoded(items) if is_able else None
         read = getattr(self.dataset, "__getitems__", None)
-        if read is None or (isinstance(self.dataset, Files) and self.dataset.decode is None):  # paths have leases
+        if read is None:
             return None
         try:
             rows = list(read([*items]))
-        except Exception:  # noqa: BLE001  # the border to the user's code
+        except Exception:  # noqa: BLE001  # one by one tells which item it is
             return None
-        return rows if len(rows) == len(items) else None
+        return (rows, None) if len(rows) == len(items) else None
 
     def attempt(self, action: Callable[[], Any]) -> Any:
         """Read something, more than once if errors are to be retried.
@@ -269,16 +284,9 @@ class _Batch:
         self._failures: list[Failure] = []
 
     def read(self) -> Delivery:
-        work = self._work
         try:
-            # A seed of its own for each example takes reading one by one.
-            rows = None if self._seeded else self._reader.read_all(work.items + work.fillers)
-            if rows is None:
-                self._add(work.items, valid=True)
-                self._add(work.fillers, valid=False)
-            else:
-                self._rows = rows
-                self._valid = [True] * len(work.items) + [False] * len(work.fillers)
+            self._add(self._work.items, valid=True)
+            self._add(self._work.fillers, valid=False)
             self._fill()
             if self._fatal or not self._rows:
                 release(self._leases)
@@ -295,19 +303,35 @@ class _Batch:
 
     def _add(self, items: Sequence[int], *, valid: bool) -> None:
         """Read rows; after an error that ends the iteration no more are read."""
-        for item in items:
-            if self._fatal:
+        while items and not self._fatal:
+            # A seed of its own for each example takes reading one by one.
+            together = None if self._seeded else self._reader.read_together(items)
+            if together is None:
+                for item in items:
+                    if not self._fatal:
+                        self._add_one(item, valid=valid)
                 return
-            try:
-                value, lease = self._reader.attempt(partial(self._read, item))
-            except Exception as error:  # noqa: BLE001  # the border to the user's code; the parent reports it
-                if valid or self._reader.on_error is not OnError.SKIP:  # a filler is some other rank's to report
-                    self._failures.append(self._reader.failure(item, error))
-                continue
-            self._rows.append(value)
-            self._valid.append(valid)
-            if lease is not None:
-                self._leases.append(lease)
+            rows, error = together
+            self._rows += rows
+            self._valid += [valid] * len(rows)
+            if error is not None:
+                self._note(items[len(rows)], error, valid=valid)
+            items = items[len(rows) + 1 :]
+
+    def _add_one(self, item: int, *, valid: bool) -> None:
+        try:
+            value, lease = self._reader.attempt(partial(self._read, item))
+        except Exception as error:  # noqa: BLE001  # the border to the user's code; the parent reports it
+            self._note(item, error, valid=valid)
+            return
+        self._rows.append(value)
+        self._valid.append(valid)
+        if lease is not None:
+            self._leases.append(lease)
+
+    def _note(self, item: int, error: Exception, *, valid: bool) -> None:
+        if valid or self._reader.on_error is not OnError.SKIP:  # a filler is some other rank's to report
+            self._failures.append(self._reader.failure(item, error))
 
     def _read(self, item: int) -> tuple[Any, Lease | None]:
         if self._seeded:

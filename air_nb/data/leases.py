@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,15 +52,21 @@ class Owner:
     @classmethod
     def of(cls, cache: str) -> Owner:
         """This process's owner for a cache."""
-        owner = _owners.get(cache)
-        if owner is None or not owner.is_mine:
-            owner = _owners[cache] = cls(cache)
-        return owner
+        with _making:
+            owner = _owners.get(cache)
+            if owner is None or not owner.is_of_use:
+                owner = _owners[cache] = cls(cache)
+            return owner
 
     @property
     def is_mine(self) -> bool:
         """Whether this process made it, not the one that it was forked from."""
         return self._pid == os.getpid()
+
+    @property
+    def is_of_use(self) -> bool:
+        """Whether it is this process's, and its cache has not been deleted since."""
+        return self.is_mine and self.announcement.is_there
 
     def new_name(self) -> str:
         """A path for the link of a new lease."""
@@ -68,12 +75,19 @@ class Owner:
     def abandon(self) -> None:
         """Let go of the lock in a forked child: the leases are its parent's."""
         self._finalize.detach()
-        for descriptor in self.announcement.descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        self.announcement.abandon()
 
 
 _owners: weakref.WeakValueDictionary[str, Owner] = weakref.WeakValueDictionary()
+_making = threading.RLock()
+
+
+def _forget_the_parents_lock() -> None:
+    global _making  # noqa: PLW0603  # another thread of the parent may have it, and there is none here
+    _making = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents_lock)
 
 
 def _close(descriptors: Iterable[int], directory: str, pid: int) -> None:

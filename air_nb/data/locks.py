@@ -11,7 +11,7 @@ from pathlib import Path
 
 from air_nb.errors import DataError
 
-__all__ = ["lock_directory", "lock_file", "try_lock", "wait_for_lock"]
+__all__ = ["lock_directory", "lock_file", "try_lock", "unlock_and_close", "wait_for_lock"]
 
 _FIRST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.02
@@ -42,7 +42,7 @@ def lock_directory(path: str, *, timeout_s: float) -> Iterator[None]:
         wait_for_lock(descriptor, path, timeout_s=timeout_s)
         yield
     finally:
-        os.close(descriptor)
+        unlock_and_close(descriptor)
 
 
 @contextlib.contextmanager
@@ -64,7 +64,13 @@ def lock_file(path: str, *, timeout_s: float) -> Iterator[None]:
                 Path(path).unlink(missing_ok=True)
             return
         finally:
-            os.close(descriptor)
+            unlock_and_close(descriptor)
+
+
+def unlock_and_close(descriptor: int) -> None:
+    """Give up the lock of an open file and close it: closed alone, a child that was forked meanwhile would keep it."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: str) -> bool:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from air_nb.data.announcement import EVICTIONS, EVICTIONS_AT, LEDGER
 from air_nb.data.leases import LEASES, being_read, sweep_leases
-from air_nb.data.locks import lock_directory, try_lock, wait_for_lock
+from air_nb.data.locks import lock_directory, try_lock, unlock_and_close, wait_for_lock
 from air_nb.errors import DataError
 
 __all__ = ["Limits", "Space"]
@@ -117,6 +117,7 @@ class Space:
             sweep_leases(self.directory)
             if self._is_first_since_boot():
                 self._discard_unsynced()
+                Path(self.directory, "boot").write_text(_BOOT_ID.read_text())
             if self._sweep_incoming() or not Path(self.directory, LEDGER).exists():
                 self._scan()
 
@@ -129,7 +130,7 @@ class Space:
         return f"{self.directory}/paths/{key[:2]}/{key}"
 
     def hold(self, path: str) -> int | None:
-        """Keep a file from being evicted until the returned descriptor is closed.
+        """Keep a file from being evicted until the returned descriptor is unlocked and closed.
 
         Returns:
             None if it is not there.
@@ -144,9 +145,9 @@ class Space:
             if os.fstat(descriptor).st_nlink >= _OWN_LINKS:  # not evicted before it was locked
                 return descriptor
         except BaseException:
-            os.close(descriptor)
+            unlock_and_close(descriptor)
             raise
-        os.close(descriptor)
+        unlock_and_close(descriptor)
         return None
 
     # -- space for a download ----------------------------------------------------------------------------------------
@@ -245,7 +246,9 @@ class Space:
         """Delete one object, whoever uses it: it is not what it should be. The caller holds the lock of its key."""
         with self._lock():
             file = Path(self.object_path(key))
-            size_bytes = file.stat().st_size if file.exists() else 0
+            if not file.exists():
+                return
+            size_bytes = file.stat().st_size
             self._count_eviction()
             self._delete(key)
             stored_bytes, incoming_bytes = self._read()
@@ -274,6 +277,8 @@ class Space:
     def _name(self, key: str, path: str, link: str) -> None:
         kept = self.object_path(key)
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if Path(path).exists() and not Path(path).samefile(kept):  # somebody has deleted the object, and not its name
+            Path(path).unlink()
         with contextlib.suppress(FileExistsError):
             os.link(kept, path)
         os.link(kept, link)
@@ -292,11 +297,20 @@ class Space:
 
     def _count_eviction(self) -> None:
         """Let processes look again whether files are there that they have seen; called before the first one goes."""
+        count, waited_for_until_ns = self._evictions()
+        self._enter(EVICTIONS.pack(count + 1, waited_for_until_ns), EVICTIONS_AT)
+
+    def _ask_for_room(self) -> None:
+        """Let processes announce one file at a time for a while: else one that only reads could keep all for ever."""
+        until_ns = time.time_ns() + int(2 * _LONGEST_POLL_S * 1e9)
+        self._enter(EVICTIONS.pack(self._evictions()[0], until_ns), EVICTIONS_AT)
+
+    def _evictions(self) -> tuple[int, int]:
         try:
-            count = EVICTIONS.unpack_from(Path(self.directory, LEDGER).read_bytes(), EVICTIONS_AT)[0]
-        except (FileNotFoundError, struct.error):  # there was none yet
-            count = time.time_ns()  # no number that anybody has seen in a ledger before this one
-        self._enter(EVICTIONS.pack(count + 1), EVICTIONS_AT)
+            count, waited_for_until_ns = EVICTIONS.unpack_from(Path(self.directory, LEDGER).read_bytes(), EVICTIONS_AT)
+        except (FileNotFoundError, struct.error):
+            return time.time_ns(), 0  # no number that anybody has seen in a ledger before this one
+        return count, waited_for_until_ns
 
     def _enter(self, content: bytes, at: int) -> None:
         descriptor = os.open(f"{self.directory}/{LEDGER}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -347,6 +361,8 @@ class Space:
             stored -= file.size_bytes
             count += 1
         self._write(stored, incoming)
+        if busy_bytes and size_bytes > 0:
+            self._ask_for_room()
         return count, busy_bytes
 
     def _delete_unused(self, key: str) -> bool:
@@ -358,7 +374,7 @@ class Space:
             self._delete(key)
             return True
         finally:
-            os.close(descriptor)
+            unlock_and_close(descriptor)
 
     def _delete(self, key: str) -> None:
         # An object without a name is found by the next scan, a name without an object is not: so in this order.
@@ -392,16 +408,12 @@ class Space:
                     Path(lock).unlink(missing_ok=True)
                     swept += 1
             finally:
-                os.close(descriptor)
+                unlock_and_close(descriptor)
         return swept
 
     def _is_first_since_boot(self) -> bool:
         marker = Path(self.directory, "boot")
-        boot = _BOOT_ID.read_text()
-        if marker.exists() and marker.read_text() == boot:
-            return False
-        marker.write_text(boot)
-        return True
+        return not marker.exists() or marker.read_text() != _BOOT_ID.read_text()
 
     def _discard_unsynced(self) -> None:
         """Delete what was downloaded last before the machine went down: downloads are not synced to the disk.

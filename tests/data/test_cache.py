@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import resource
 import shutil
+import signal
 import threading
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -14,9 +18,10 @@ from air_nb.data import FileDataset
 from air_nb.data.announcement import NOTE, read_note
 from air_nb.data.cache import Cache, Place, default_directory, default_limits
 from air_nb.data.files import list_files
+from air_nb.data.leases import Owner, being_read
 from air_nb.data.locks import lock_directory
 from air_nb.data.manifest import Entry
-from air_nb.data.space import Limits
+from air_nb.data.space import Limits, Space
 from air_nb.errors import DataError
 from tests.support import cache_processes
 from tests.support.cache_processes import content, disk_bytes, started, write_files
@@ -270,6 +275,156 @@ def test_a_reader_that_forks_keeps_its_note(make_cache, entries):
         assert os.waitpid(pid, 0)[1] == 0
         assert list(reading.paths()) == [places[0].path]
         assert read_note(cache._connect().directory) == [places[0].key]
+
+
+def test_a_child_that_is_forked_while_decoding_and_unwinds_writes_nowhere(make_cache, source, tmp_path):
+    """Its copy of the note's descriptor is closed, and may be any file that the child has opened since."""
+    children = []
+
+    def decode(path: str) -> bytes:
+        if os.fork() == 0:
+            files = [(tmp_path / f"file{number}").open("wb", buffering=0) for number in range(5)]
+            for file in files:
+                file.write(b"the child's own data")
+            raise SystemExit
+        children.append(os.wait()[1])
+        return Path(path).read_bytes()
+
+    cache = make_cache()
+    places = _fill(cache, list(list_files(source))[:2])
+    dataset = FileDataset(source, "**/*.bin", decode=decode, cache=cache)
+    pid = os.getpid()
+    try:
+        assert len(dataset.__getitems__([0, 1])) == 2
+    except SystemExit:
+        os._exit(0)
+    finally:
+        if os.getpid() != pid:
+            os._exit(1)
+    assert children == [0, 0]
+    assert {(tmp_path / f"file{number}").read_bytes() for number in range(5)} == {b"the child's own data"}
+    with cache.reading(places) as reading:
+        assert len(list(reading.paths())) == 2
+
+
+def test_a_child_that_is_forked_while_the_cache_is_locked_does_not_keep_the_lock(make_cache, entries):
+    cache = make_cache()
+    cache.lease(entries[0]).release()
+    told, tell = os.pipe()
+    with lock_directory(cache.directory, timeout_s=1):
+        pid = os.fork()
+        if pid == 0:
+            os.close(tell)
+            os.read(told, 1)  # until the parent lets go
+            os._exit(0)
+    with lock_directory(cache.directory, timeout_s=1):
+        pass
+    os.close(tell)
+    os.waitpid(pid, 0)
+    os.close(told)
+
+
+def test_interrupts_wherever_they_strike_leave_nothing_announced_or_locked(make_cache, source):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    cache = make_cache()
+    dataset = FileDataset(source, "**/*.bin", decode=len, cache=cache)
+    assert dataset.__getitems__(range(20)) == dataset.__getitems__(range(20))
+    places = [cache.place(entry) for entry in dataset.manifest]
+    chance = Random(3)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(500):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 1e-3))
+                while True:
+                    dataset.__getitems__(range(8))
+            assert read_note(cache._connect().directory) == []
+            with lock_directory(cache.directory, timeout_s=0):
+                pass
+            with cache.reading(places) as reading:
+                assert len(list(reading.paths())) == 20
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_note_of_which_only_a_part_fits_on_the_disk_does_not_count(make_cache, entries):
+    cache = make_cache()
+    places = _fill(cache, entries)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # writes up to there, and says how much
+    try:
+        with cache.reading(places) as reading:
+            for place, path in zip(places, reading.paths(), strict=True):
+                assert path == place.path
+                assert read_note(cache._connect().directory) == [place.key]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def test_a_cache_that_is_deleted_while_it_is_used_is_made_anew(make_cache, source):
+    cache = make_cache()
+    dataset = FileDataset(source, "**/*.bin", decode=_read_bytes, cache=cache)
+    expected = [content(entry.path, _SIZE) for entry in dataset.manifest]
+    for _ in range(2):
+        assert dataset.__getitems__(range(20)) == expected
+    shutil.rmtree(cache.directory)
+    assert dataset.__getitems__(range(20)) == expected
+    with cache.reading([cache.place(dataset.manifest[0])]) as reading:
+        assert len(list(reading.paths())) == 1
+        assert len(being_read(cache.directory)) == 1
+
+
+def test_threads_that_use_it_first_at_once_have_one_owner(tmp_path):
+    for number in range(10):
+        cache = Cache(tmp_path / f"cache{number}", limits=Limits(min_free_bytes=0))
+        start = threading.Barrier(8)
+        owners: list[Owner] = []
+
+        def use(cache: Cache = cache, start: threading.Barrier = start, owners: list[Owner] = owners) -> None:
+            start.wait()
+            owners.append(cache._connect())
+
+        threads = [threading.Thread(target=use) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(owners) == 8
+        assert len(set(map(id, owners))) == 1
+
+
+def test_a_file_of_two_roots_can_be_evicted(make_cache, source):
+    cache = make_cache(max_bytes=2 * _SIZE)
+    for root in (source / "0", source):
+        cache.lease(next(iter(list_files(root)))).release()
+    held = [cache.lease(entry) for entry in list(list_files(source))[5:7]]
+    assert len(_kept(cache)) == len(held)
+
+
+def test_an_object_that_was_deleted_by_hand_gets_its_name_back(make_cache, entries):
+    cache = make_cache()
+    lease = cache.lease(entries[0])
+    Path(cache._space.object_path(cache.place(entries[0]).key)).unlink()
+    lease.release()
+    lease = cache.lease(entries[0])
+    kept = Path(cache._space.object_path(cache.place(entries[0]).key))
+    assert Path(lease.path).samefile(kept)
+    assert Path(lease.path).read_bytes() == content(entries[0].path, _SIZE)
+
+
+def test_a_start_that_is_killed_before_it_has_discarded_what_is_suspect_is_repeated(make_cache, entries, monkeypatch):
+    cache = make_cache()
+    lease = cache.lease(entries[0])
+    Path(cache.directory, "boot").write_text("another boot")
+    with monkeypatch.context() as patched:
+        patched.setattr(Space, "_delete", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_cache()._connect()
+    make_cache()._connect()
+    assert not Path(lease.path).exists()
 
 
 def test_reading_leaves_no_descriptor_open(make_cache, source):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import time
 from multiprocessing import resource_tracker
@@ -12,6 +14,7 @@ from random import Random
 import fsspec.asyn
 import pytest
 
+from air_nb.data import DataLoader, FileDataset
 from air_nb.data.cache import Cache
 from air_nb.data.fetch import Retries
 from air_nb.data.files import list_files
@@ -82,6 +85,26 @@ def test_processes_that_read_all_there_is_and_need_more_do_not_wait_for_each_oth
     assert sum(metrics.hits for _, metrics in reports) > 0
 
 
+def test_a_process_that_reads_all_the_time_leaves_room_for_one_that_needs_some(tmp_path):
+    write_files(tmp_path / "source", 8, 1000)
+    cache = Cache(tmp_path / "cache", limits=Limits(max_bytes=4000, min_free_bytes=0, patience_s=60))
+    dataset = FileDataset(tmp_path / "source", "**/*.bin", decode=_decode_slowly, cache=cache)
+    dataset.__getitems__(range(4))
+    with started(1, cache_processes.fetch_all, cache, [dataset.manifest[6]]) as [(_, connection)]:
+        connection.send("go")
+        batches = 0
+        while not connection.poll():
+            dataset.__getitems__(range(4))  # the whole cache, announced
+            batches += 1
+            assert batches < 200  # of 20 ms
+        connection.recv()
+
+
+def _decode_slowly(path: str) -> int:
+    time.sleep(0.005)
+    return len(path)
+
+
 def test_processes_killed_at_any_moment_leave_nothing_that_the_next_start_does_not_sweep(tmp_path):
     write_files(tmp_path / "source", 64, 2**14)
     cache = Cache(tmp_path / "cache", limits=Limits(max_bytes=2**18, min_free_bytes=0, patience_s=120))
@@ -118,6 +141,19 @@ def small_disk(tmp_path):
         pytest.skip(f"can't mount a tmpfs: {mounted.stderr}")
     yield mount
     subprocess.run(["umount", "-l", mount], check=True)
+
+
+def test_what_is_cached_is_read_by_a_new_process_when_the_disk_is_full(tmp_path, small_disk):
+    write_files(tmp_path / "source", 20, 1000)
+    limits = Limits(min_free_bytes=-(2**40), patience_s=0.2)
+    dataset = FileDataset(tmp_path / "source", "**/*.bin", decode=len, cache=Cache(small_disk / "cache", limits=limits))
+    expected = dataset.__getitems__(range(20))
+    with (small_disk / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)) == 4096:
+            pass
+    assert shutil.disk_usage(small_disk).free == 0
+    with started(1, cache_processes.read_all, small_disk / "cache", limits, tmp_path / "source") as [(_, connection)]:
+        assert connection.recv() == expected
 
 
 def test_a_disk_that_is_full_before_the_cap_is_made_room_on(tmp_path, small_disk):
@@ -205,3 +241,20 @@ def test_a_web_servers_directories_are_listed(server):
     assert all(manifest.versions)
     with pytest.raises(DataError, match="nowhere"):
         list_files(f"{server.url}/nowhere")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_loader_asks_once_for_a_file_that_is_refused(tmp_path, on_error):
+    with serving() as server:
+        server.files = {f"{number}.bin": content(f"{number}.bin", 500) for number in range(6)}
+        cache = Cache(tmp_path / "cache", limits=Limits(min_free_bytes=0))
+        dataset = FileDataset(f"{server.url}/", "*.bin", decode=os.path.getsize, cache=cache)
+        server.failures["2.bin"] = [404] * 9
+        loader = DataLoader(dataset, batch_size=6, num_workers=0, on_error=on_error)
+        if on_error == "raise":
+            with pytest.raises(DataError, match=r"2\.bin could not be fetched"):
+                next(iter(loader))
+        else:
+            with pytest.warns(RuntimeWarning, match=r"2\.bin could not be fetched"):
+                assert next(iter(loader)).tolist() == [500] * 5
+        assert server.gets["2.bin"] == 1

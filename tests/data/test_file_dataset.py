@@ -5,14 +5,18 @@ from __future__ import annotations
 import pickle
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from air_nb.data import DataLoader as OurDataLoader
 from air_nb.data import FileDataset, files, progress
 from air_nb.data.cache import Cache, CacheMetrics
 from air_nb.data.space import Limits
@@ -179,3 +183,35 @@ def test_tensors_of_decoded_files_are_batched(source, forkserver):
 
 def _tensor(path: str) -> torch.Tensor:
     return torch.tensor([len(Path(path).read_bytes())])
+
+
+class _Labelled(FileDataset):
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return super().__getitem__(index), 100 + index
+
+
+class _Together(FileDataset):
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] + 1000 for index in indices]
+
+
+@pytest.mark.parametrize("loader", [DataLoader, OurDataLoader])
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_a_subclass_makes_of_an_item_is_what_loaders_get(source, cache, loader, cached):
+    def decode(path: str) -> int:
+        return int(Path(path).stem)
+
+    options: dict[str, Any] = {"decode": decode, "cache": cache if cached else None}
+    numbers, labels = next(iter(loader(_Labelled(source, **options), batch_size=3, num_workers=0)))
+    assert labels.tolist() == [100, 101, 102]
+    together = _Together(source, **options)
+    assert next(iter(loader(together, batch_size=3, num_workers=0))).tolist() == (numbers + 1000).tolist()
+    assert together[1] == numbers[1]
+
+
+def test_indices_of_any_integer_type_are_the_same_items(source, cache):
+    dataset = FileDataset(source, decode=lambda path: int(Path(path).stem), cache=cache)
+    for _ in range(3):
+        numbers: Any = np.arange(5)
+        assert dataset.__getitems__(list(torch.arange(5))) == [dataset[index] for index in numbers]
+    assert len(dataset._places) == 5

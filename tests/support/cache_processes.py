@@ -19,6 +19,7 @@ from air_nb.data.cache import Cache
 from air_nb.data.files import list_files
 from air_nb.data.locks import lock_directory
 from air_nb.data.manifest import Entry
+from air_nb.data.space import Limits
 
 __all__ = [
     "content",
@@ -26,6 +27,7 @@ __all__ = [
     "fetch_all",
     "hold",
     "open_slowly",
+    "read_all",
     "read_and_stand_still",
     "read_at_random",
     "started",
@@ -128,6 +130,14 @@ def read_at_random(connection: Connection, number: int, cache: Cache, root: str,
             assert row == content(entry.path, entry.size_bytes), entry
         largest = max(largest, disk_bytes(Path(cache.directory)))
     connection.send((largest, cache.metrics()))
+
+
+def read_all(connection: Connection, _number: int, directory: Path, limits: Limits, root: Path) -> None:
+    """Read all files through a cache that this process has not used yet."""
+    from air_nb.data import FileDataset
+
+    dataset = FileDataset(root, "**/*.bin", decode=len, cache=Cache(directory, limits=limits))
+    connection.send([dataset[index] for index in range(len(dataset))])
 
 
 def read_and_stand_still(connection: Connection, _number: int, cache: Cache, entries: list[Entry]) -> None:
