@@ -16,7 +16,6 @@ from __future__ import annotations
 # mypy: disable-error-code="attr-defined"
 # (get_bit_generator is documented, but not in numpy's __all__.)
 # ruff: noqa: NPY002  # the global generator is the one that augmentation draws from
-import _random
 import ctypes
 import hashlib
 import pickle
@@ -31,9 +30,11 @@ import torch
 __all__ = ["GeneratorStates", "seed_example"]
 
 _PYTHON: Any = random._inst  # noqa: SLF001  # whose methods the functions of random are
-_PYTHON_STARTS_AT = object.__basicsize__
-_PYTHON_BYTES = _random.Random.__basicsize__ - _PYTHON_STARTS_AT  # a position, and the key
-_MT19937_BYTES = 4 * (624 + 1)  # mt19937_state in numpy's numpy/random/src/mt19937/mt19937.h: the key, and a position
+# All three are Mersenne twisters: a key of 624 words, and a position in it. In memory Python's has the position first
+# (RandomObject in CPython's _randommodule.c), numpy's last (mt19937_state in mt19937.h); torch's state has it first
+# (CPUGeneratorImpl.cpp), and last the second number of a pair of normal ones.
+_BEGINNING_BYTES = 64
+_MT19937_POSITION_AT = 4 * 624
 
 
 def seed_example(seed: int, epoch: int, item: int, number: int = 0) -> None:
@@ -65,7 +66,7 @@ class GeneratorStates:
         python: Of ``random``.
         numpy: Of ``numpy.random``.
         torch: Of torch's default generator, on the CPU.
-        memory: What they have in memory, which is read 20 times as fast; None: numpy's is not the usual one.
+        memory: What of it changes with every draw, read from memory, for less; None: numpy's is not the usual one.
     """
 
     python: tuple[Any, ...]
@@ -114,14 +115,19 @@ class GeneratorStates:
 
 
 def _memory() -> tuple[Any, ...] | None:
+    """What changes with every draw: positions, and the beginnings of keys, which are made anew every 624 numbers."""
     generator = np.random.get_bit_generator()
     if type(generator) is not np.random.MT19937:
         return None
+    numpys = generator.ctypes.state_address
+    torchs = torch.default_generator.get_state().numpy()
     return (
-        ctypes.string_at(id(_PYTHON) + _PYTHON_STARTS_AT, _PYTHON_BYTES),
+        ctypes.string_at(id(_PYTHON) + object.__basicsize__, _BEGINNING_BYTES),
         _PYTHON.gauss_next,
-        ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES),
-        _torch_state(),
+        ctypes.string_at(numpys, _BEGINNING_BYTES),
+        ctypes.string_at(numpys + _MT19937_POSITION_AT, 4),
+        torchs[:_BEGINNING_BYTES].tobytes(),
+        torchs[-_BEGINNING_BYTES:].tobytes(),
     )
 
 

@@ -26,6 +26,7 @@ def generators_as_they_were():
 
 _DRAWS = {
     "random": random.random,
+    "random, whole keys": lambda: random.getrandbits(32 * 624),
     "random.gauss": lambda: random.gauss(0, 1),
     "random.seed": lambda: random.seed(1),
     "numpy": np.random.rand,
@@ -34,6 +35,8 @@ _DRAWS = {
     "numpy, permutation": lambda: np.random.permutation(5),
     "numpy.random.seed": lambda: np.random.seed(1),
     "torch": lambda: torch.rand(1),
+    "torch, whole keys": lambda: torch.empty(624, dtype=torch.int32).random_(),
+    "torch, normal, double": lambda: torch.empty(1, dtype=torch.float64).normal_(),
     "torch, normal": lambda: torch.randn(1),
     "torch.manual_seed": lambda: torch.manual_seed(1),
 }
@@ -50,6 +53,7 @@ def test_whoever_draws_is_noticed_and_can_be_undone(draw, with_half_a_pair, gene
     if with_half_a_pair:
         np.random.randn()
         random.gauss(0, 1)
+        torch.empty(1, dtype=torch.float64).normal_()
     before = GeneratorStates.now()
     assert before.is_now()
     draw()
