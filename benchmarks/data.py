@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import io
@@ -38,6 +39,7 @@ _IMAGES = "JPEG images of 640 x 480"
 _IMAGE_SIZE = (640, 480)
 _JPEG = b"\xff\xd8"
 _SHARDS = 4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt(3)
 _WORKERS = (0, 2)
 _LATER = "a later epoch"
 _FROM_CACHE = "a later epoch, from the cache"
@@ -129,7 +131,23 @@ def _speeds(loader: Any, n_files: int, epochs: int) -> Iterator[float]:
         yield n_files / taken_s
 
 
+def _steady_memory() -> None:
+    """Keep memory that was freed, and compute in one thread, as loader workers do: the same for all tools.
+
+    Else the layout of the heap, which is a matter of luck, decides whether each batch's memory is had anew from the
+    kernel: twice as fast or slow, whoever loads.
+    """
+    import torch
+
+    libc = ctypes.CDLL(None)
+    for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        if not libc.mallopt(option, 1 << 30):
+            print(f"mallopt({option}) is refused: the figures will vary more", file=sys.stderr)
+    torch.set_num_threads(1)
+
+
 def _epochs(tool: str, loader: Any, n_files: int, *, cached: bool = False) -> list[Taken]:
+    _steady_memory()
     first, *later = _speeds(loader, n_files, _EPOCHS)
     whats = ("first epoch, filling the cache", _FROM_CACHE) if cached else ("first epoch", _LATER)
     values = (first, statistics.median(later))
