@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 LABEXTENSION := $(wildcard hatch_build.py jupyter-config/labextension/* air_nb/sidebar/static/*)
 
-.PHONY: help quickstart test lint lab clean
+.PHONY: help quickstart test test-python test-notebooks lint lab clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,14 +54,16 @@ lint: .venv/.dev
 	$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-# Notebooks are compared with their saved outputs, on CPU ranks wherever they run, and keep their runs to themselves.
-test: lint
+test: lint test-python test-notebooks
+
+test-python: .venv/.dev
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
-ifneq ($(NOTEBOOKS),)
+
+# Compared with their saved outputs, on CPU ranks wherever they run; they keep their runs to themselves.
+test-notebooks: .venv/.dev
 	@home=$$(mktemp -d) && trap 'rm -rf "$$home"' EXIT && \
 	  export AIR_NB_HOME="$$home" AIR_NB_DEVICE=cpu AIR_NB_TRACKING=0 IPYTHONDIR="$$home/ipython" && \
 	  $(BIN)/python -m pytest --nbval $(NOTEBOOKS) --nbval-sanitize-with tests/notebooks/sanitize.cfg
-endif
 
 lab: .venv/.lab
 	$(BIN)/jupyter lab $(LAB_ARGS) notebooks

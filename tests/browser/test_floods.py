@@ -91,7 +91,7 @@ def test_200_000_lines_are_all_in_the_files_and_the_page_shows_their_end(open_lo
     assert "FINISHED in" in shown.splitlines()[-1]
     assert "lines in " in shown
     assert size < _NOTEBOOK_BYTES
-    assert max(ours_ms, default=0) <= max(_LONG_TASK_MS, *prints_ms)
+    assert max(ours_ms, default=0) <= _SLACK * _LONG_TASK_MS
 
 
 def test_the_kernel_answers_while_8_ranks_print_1_000_lines_a_second_each(open_loaded, lab):
