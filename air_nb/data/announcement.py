@@ -12,23 +12,16 @@ import contextlib
 import errno
 import fcntl
 import os
-import struct
 import threading
-import time
 from collections.abc import Sequence
 
+from air_nb.data.ledger import look, open_ledger
 from air_nb.data.locks import try_lock, unlock_and_close
 
-__all__ = ["EVICTIONS", "EVICTIONS_AT", "LEDGER", "NOTE", "Announcement", "is_alive", "read_note"]
+__all__ = ["NOTE", "Announcement", "is_alive", "read_note"]
 
 NOTE = "reading"
 """Name of the note in a process's directory. Its lock says that the process lives."""
-LEDGER = "ledger"
-"""Name of the ledger in the cache: see space.py."""
-EVICTIONS_AT = 16
-"""Where ``EVICTIONS`` is in it."""
-EVICTIONS = struct.Struct("<qq")
-"""How often anything was evicted, raised before it is; until when (ns) somebody waits for files that are announced."""
 
 _COUNT_BYTES = 8
 _KEY_BYTES = 32
@@ -50,11 +43,13 @@ class Announcement:
     def __init__(self, cache: str, directory: str) -> None:
         self.evictions = b""
         with contextlib.ExitStack() as opened:
-            self._note = _opened(opened, f"{directory}/{NOTE}", os.O_WRONLY | os.O_CREAT)
+            self._note = os.open(f"{directory}/{NOTE}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, self._note)
             try_lock(self._note)
             self._erase()  # has a disk block from now on, whatever becomes of the disk
-            self._cache = _opened(opened, cache, os.O_RDONLY | os.O_DIRECTORY)
-            self._ledger = _opened(opened, f"{cache}/{LEDGER}", os.O_RDONLY | os.O_CREAT)
+            self._cache = os.open(cache, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, self._cache)
+            self._ledger = open_ledger(cache)
             opened.pop_all()
         self.descriptors: tuple[int, ...] = (self._note, self._cache, self._ledger)
         self._holder: object = None
@@ -132,9 +127,7 @@ class Announcement:
                     return False
             finally:
                 fcntl.flock(self._cache, fcntl.LOCK_UN)
-            entry = os.pread(self._ledger, EVICTIONS.size, EVICTIONS_AT)
-            self.evictions = entry[:8]
-            is_waited_for = len(entry) == EVICTIONS.size and EVICTIONS.unpack(entry)[1] > time.time_ns()
+            self.evictions, is_waited_for = look(self._ledger)
             return not is_waited_for or len(keys) == 1
 
     def _write(self, keys: Sequence[str]) -> None:
@@ -145,12 +138,6 @@ class Announcement:
     def _erase(self) -> None:
         with contextlib.suppress(OSError):  # there is nothing to erase on a disk that has been full from the start
             self._write(())
-
-
-def _opened(opened: contextlib.ExitStack, path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    opened.callback(os.close, descriptor)
-    return descriptor
 
 
 def is_alive(directory: str) -> bool:

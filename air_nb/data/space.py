@@ -3,15 +3,13 @@
 ::
 
     <cache>/                     its lock: whoever changes the ledger, evicts, sweeps, or makes a directory of leases
-        ledger                   bytes of the objects, bytes promised to downloads; exact again after each scan
+        ledger                   see ledger.py; bytes of the objects and of downloads are exact again after each scan
         objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links = in use
         paths/<aa>/<key>/<path>  the same files by their own names: what users get
         incoming/<key>.<bytes>   downloads: space is theirs before the first byte
         locks/<key>              held while its file is downloaded
         leases/<process>/<n>     see leases.py
     leases/<process>/reading see announcement.py: the files that it names are in use too
-
-The ledger also counts evictions: as long as there is no other one, what was there still is.
 
 Whatever a process was doing when it was killed, the ledger says rather too much than too little, and the kernel has
 given up its locks: so the next scan finds what is nobody's.
@@ -24,14 +22,13 @@ import itertools
 import logging
 import os
 import shutil
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from air_nb.data.announcement import EVICTIONS, EVICTIONS_AT, LEDGER
 from air_nb.data.leases import LEASES, being_read, sweep_leases
+from air_nb.data.ledger import Ledger
 from air_nb.data.locks import lock_directory, try_lock, unlock_and_close, wait_for_lock
 from air_nb.errors import DataError
 
@@ -39,7 +36,6 @@ __all__ = ["Limits", "Space"]
 
 _log = logging.getLogger(__name__)
 
-_LEDGER = struct.Struct("<qq")
 _OWN_LINKS = 2  # in objects/ and in paths/
 _SLACK = 0.05  # evicted beyond the need, so that not every download has to look at all files
 _LOCK_TIMEOUT_S = 600.0
@@ -108,6 +104,7 @@ class Space:
     def __init__(self, directory: str, limits: Limits) -> None:
         self.directory = directory
         self.limits = limits
+        self._ledger = Ledger(directory)
 
     def open(self) -> None:
         """Make what is not there yet, and delete what killed processes left."""
@@ -118,7 +115,7 @@ class Space:
             if self._is_first_since_boot():
                 self._discard_unsynced()
                 Path(self.directory, "boot").write_text(_BOOT_ID.read_text())
-            if self._sweep_incoming() or not Path(self.directory, LEDGER).exists():
+            if self._sweep_incoming() or not self._ledger.path.exists():
                 self._scan()
 
     def object_path(self, key: str) -> str:
@@ -172,7 +169,7 @@ class Space:
                     evicted += gone
                 if room.missing(size_bytes) <= 0:
                     # In this order: killed in between, the ledger says too much, until the next scan.
-                    self._write(room.stored, room.incoming + size_bytes)
+                    self._ledger.set_sizes(room.stored, room.incoming + size_bytes)
                     target.touch(mode=0o600)
                     return target, evicted
             waited_s = time.monotonic() - started_at
@@ -196,7 +193,7 @@ class Space:
         with self._lock():
             target.rename(self.object_path(key))
             stored, incoming = self._read()
-            self._write(stored + size_bytes, incoming - size_bytes)
+            self._ledger.set_sizes(stored + size_bytes, incoming - size_bytes)
             self._name(key, path, link)
 
     def adopt(self, key: str, size_bytes: int, path: str, link: str) -> bool:
@@ -224,7 +221,7 @@ class Space:
             if target.exists():
                 target.unlink()
                 stored, incoming = self._read()
-                self._write(stored, incoming - size_bytes)
+                self._ledger.set_sizes(stored, incoming - size_bytes)
 
     def evict(self, size_bytes: int) -> int:
         """Delete unused files of at least so many bytes, for a disk that is full before the ledger thinks so.
@@ -249,10 +246,10 @@ class Space:
             if not file.exists():
                 return
             size_bytes = file.stat().st_size
-            self._count_eviction()
+            self._ledger.count_eviction()
             self._delete(key)
             stored_bytes, incoming_bytes = self._read()
-            self._write(max(0, stored_bytes - size_bytes), incoming_bytes)
+            self._ledger.set_sizes(max(0, stored_bytes - size_bytes), incoming_bytes)
 
     def _refusal(self, url: str, size_bytes: int, room: _Room) -> str:
         what = f"{url} ({size_bytes:,} bytes) does not fit into the cache {self.directory}"
@@ -284,40 +281,11 @@ class Space:
         os.link(kept, link)
 
     def _read(self) -> tuple[int, int]:
-        try:
-            stored, incoming = _LEDGER.unpack_from(Path(self.directory, LEDGER).read_bytes())
-        except (FileNotFoundError, struct.error):
+        sizes = self._ledger.sizes()
+        if sizes is None:
             self._scan()
             return self._read()
-        return stored, incoming
-
-    def _write(self, stored: int, incoming: int) -> None:
-        # 16 bytes at offset 0: written whole or, where the process is killed before, not at all.
-        self._enter(_LEDGER.pack(stored, incoming), 0)
-
-    def _count_eviction(self) -> None:
-        """Let processes look again whether files are there that they have seen; called before the first one goes."""
-        count, waited_for_until_ns = self._evictions()
-        self._enter(EVICTIONS.pack(count + 1, waited_for_until_ns), EVICTIONS_AT)
-
-    def _ask_for_room(self) -> None:
-        """Let processes announce one file at a time for a while: else one that only reads could keep all for ever."""
-        until_ns = time.time_ns() + int(2 * _LONGEST_POLL_S * 1e9)
-        self._enter(EVICTIONS.pack(self._evictions()[0], until_ns), EVICTIONS_AT)
-
-    def _evictions(self) -> tuple[int, int]:
-        try:
-            count, waited_for_until_ns = EVICTIONS.unpack_from(Path(self.directory, LEDGER).read_bytes(), EVICTIONS_AT)
-        except (FileNotFoundError, struct.error):
-            return time.time_ns(), 0  # no number that anybody has seen in a ledger before this one
-        return count, waited_for_until_ns
-
-    def _enter(self, content: bytes, at: int) -> None:
-        descriptor = os.open(f"{self.directory}/{LEDGER}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.pwrite(descriptor, content, at)
-        finally:
-            os.close(descriptor)
+        return sizes
 
     def _room(self, stored: int, incoming: int) -> _Room:
         disk = os.statvfs(self.directory)
@@ -345,7 +313,7 @@ class Space:
             Number of evicted files, and bytes of those that could go but for somebody who reads them now.
         """
         count = busy_bytes = 0
-        self._count_eviction()
+        self._ledger.count_eviction()
         reading = being_read(self.directory)
         stored, incoming = self._read()
         spare = int(_SLACK * stored)
@@ -360,9 +328,9 @@ class Space:
             size_bytes -= file.size_bytes
             stored -= file.size_bytes
             count += 1
-        self._write(stored, incoming)
+        self._ledger.set_sizes(stored, incoming)
         if busy_bytes and size_bytes > 0:
-            self._ask_for_room()
+            self._ledger.ask_for_room(2 * _LONGEST_POLL_S)
         return count, busy_bytes
 
     def _delete_unused(self, key: str) -> bool:
@@ -385,7 +353,7 @@ class Space:
         """Look at all there is, and write the ledger anew."""
         files = list(self._stored())
         incoming = sum(int(path.suffix[1:]) for path in Path(self.directory, "incoming").iterdir())
-        self._write(sum(file.size_bytes for file in files), incoming)
+        self._ledger.set_sizes(sum(file.size_bytes for file in files), incoming)
         return files
 
     def _stored(self) -> Iterator[_Stored]:
