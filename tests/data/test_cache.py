@@ -225,13 +225,27 @@ def test_the_note_says_what_is_read_and_nothing_when_it_is_over(make_cache, entr
 def test_a_file_that_was_there_is_looked_for_again_once_anything_was_evicted(make_cache, entries):
     cache = make_cache(max_bytes=2 * _SIZE)
     places = _fill(cache, entries[:2])
-    for expected in (places, places[1:]):
+    for number, expected in enumerate((places, places[1:], [])):
         with cache.reading(places) as reading:
-            found = [place for number, place in enumerate(places) if place.path in list(reading.paths(number))]
+            found = [place for index, place in enumerate(places) if place.path in list(reading.paths(index))]
         assert found == expected
-        with started(1, cache_processes.fetch_all, cache, entries[2:3]) as [(_, connection)]:  # evicts the first
+        wanted = entries[2 + number : 3 + number]
+        with started(1, cache_processes.fetch_all, cache, wanted) as [(_, connection)]:  # evicts the one used before
             connection.send("go")
             connection.recv()
+
+
+def test_who_waits_for_files_that_are_read_has_them_announced_one_at_a_time(make_cache, entries):
+    cache = make_cache()
+    places = _fill(cache, entries[:3])
+    directory = cache._connect().directory
+    with cache.reading(places):
+        assert read_note(directory) == [place.key for place in places]
+        assert cache._space.evict(1) == 0
+    with cache.reading(places) as reading:
+        for place, path in zip(places, reading.paths(), strict=True):
+            assert path == place.path
+            assert read_note(directory) == [place.key]
 
 
 def _read_bytes(path: str) -> bytes:
