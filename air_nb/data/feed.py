@@ -1,6 +1,7 @@
 """torch's own DataLoader, told what to read one request at a time: start methods, prefetching and pinning are its.
 
-The parent makes the requests, so it knows what was asked of whom, and what has not been delivered.
+The parent makes the requests, so it knows what was asked of whom, and what has not been delivered. Where there are no
+workers and nothing is pinned, it asks the source itself: torch's part would cost 1 to 2 us per file and do nothing.
 """
 
 # ruff: noqa: SLF001  # torch offers no public way to its workers, and they are ours to end
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -42,6 +43,13 @@ class FeedOptions:
     worker_init_fn: Callable[[int], None] | None = None
 
 
+class Source(Protocol):
+    """Reads what it is asked for. torch's fetcher finds the method by its name."""
+
+    def __getitems__(self, request: Any, /) -> Delivery:
+        """Read."""
+
+
 class Feed:
     """Answers to requests, in the order of the requests. Used by one thread.
 
@@ -49,19 +57,20 @@ class Feed:
     the garbage collector, which ends their queues first, they would have to be killed, after 5 s each.
     """
 
-    def __init__(self, source: torch.utils.data.Dataset[Delivery], options: FeedOptions) -> None:
+    def __init__(self, source: Source, options: FeedOptions) -> None:
         """Prepare; nothing is started.
 
         Args:
             source: Reads, in a worker.
             options: For torch.
         """
+        self._source = source
         self._name: Callable[[Any, int], str] = _nothing
         self._num_workers = options.num_workers
         self._requests = _Requests()
         self._generator = torch.Generator()
         self._loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            source,
+            cast("torch.utils.data.Dataset[Any]", source),
             batch_sampler=self._requests,  # not lists of indices: what our source takes
             num_workers=options.num_workers,
             collate_fn=_as_it_is,
@@ -87,6 +96,10 @@ class Feed:
         self.close()
         self._require_workers()
         self._name = name
+        # A timeout without workers is left to torch, which refuses it.
+        if not (self._num_workers or self._loader.pin_memory or self._loader.timeout):
+            self._answers = map(self._source.__getitems__, requests)
+            return
         self._requests.begin(requests)
         self._generator.manual_seed(seed)
         self._answers = iter(self._loader)
@@ -110,6 +123,12 @@ class Feed:
             DataError: A loader worker died.
             Exception: What a user's ``collate_fn`` raised.
         """
+        answer: Delivery = self._next_of_workers() if self._num_workers else next(self._answers)
+        if self._requests.sent:
+            self._requests.sent.popleft()
+        return answer
+
+    def _next_of_workers(self) -> Delivery:
         self._require_workers()
         try:
             with self._watched_workers():
@@ -117,8 +136,7 @@ class Feed:
         except RuntimeError as error:
             self._require_workers(error)
             raise
-        self._requests.sent.popleft()
-        if self._num_workers and not self._measured and answer.batch is not None:
+        if not self._measured and answer.batch is not None:
             self._measured = True
             ahead = self._num_workers * (self._loader.prefetch_factor or 1)
             warn_if_shm_is_short(tensor_bytes(answer.batch), ahead)
@@ -128,9 +146,6 @@ class Feed:
     def _watched_workers(self) -> Iterator[None]:
         """Have torch raise if a worker dies while we wait for its answer."""
         workers, number = self._workers(), id(self._answers)
-        if not workers:
-            yield
-            return
         torch._C._set_worker_pids(number, tuple(worker.pid for worker in workers if worker.pid))
         try:
             yield

@@ -6,7 +6,7 @@ A pass knows its epoch and no other; which one comes next is the loader's affair
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -66,7 +66,7 @@ class StrictPass:
         self._left -= 1
         following = self._split.after(self.position.position)
         ended = following == self._split.items
-        self.position = self.position.next_epoch() if ended else replace(self.position, position=following)
+        self.position = self.position.next_epoch() if ended else Position(self.position.epoch, following)
         return Batch(value, notes)
 
     def _name(self, work: Work, _worker: int) -> str:
@@ -87,10 +87,13 @@ class StrictPass:
             )
             parts = [self._split.rows(start) for start in starts]
             wanted = [np.array([*part.positions, *part.fillers], dtype=np.int64) for part in parts]
-            items = iter(self._order.items_at(np.concatenate(wanted)).tolist())
+            items = self._order.items_at(np.concatenate(wanted)).tolist()
+            at = 0
             for part in parts:
-                mine = tuple(next(items) for _ in part.positions)
-                yield Work(self._order.epoch, mine, tuple(next(items) for _ in part.fillers), rows)
+                middle = at + len(part.positions)
+                end = middle + len(part.fillers)
+                yield Work(self._order.epoch, tuple(items[at:middle]), tuple(items[middle:end]), rows)
+                at = end
 
 
 class StreamPass:

@@ -113,6 +113,21 @@ def test_worker_init_fn_is_called_in_each_worker(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+def test_a_timeout_without_workers_is_refused_as_in_torch():
+    with pytest.raises(AssertionError, match="timeout"):
+        iter(DataLoader([1, 2, 3], num_workers=0, timeout=1))
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")  # where there is nothing to pin memory for
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pinning_is_torchs_with_and_without_workers(workers):
+    loader = DataLoader([1, 2, 3], 2, num_workers=workers, pin_memory=True)
+    batches = list(loader)
+    assert [batch.tolist() for batch in batches] == [[1, 2], [3]]
+    assert all(batch.is_pinned() is torch.accelerator.is_available() for batch in batches)
+    assert loader.state_dict()["epoch"] == 1
+
+
 def test_a_slow_item_runs_into_the_timeout_as_in_torch():
     class Slow(Numbers):
         def __getitem__(self, index: int) -> int:
