@@ -13,6 +13,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Sequence
 
 from air_nb.data.ledger import look, open_ledger
@@ -23,8 +24,10 @@ __all__ = ["NOTE", "Announcement", "is_alive", "read_note"]
 NOTE = "reading"
 """Name of the note in a process's directory. Its lock says that the process lives."""
 
+_LOOK_AGAIN_S = 60.0
 _COUNT_BYTES = 8
 _KEY_BYTES = 32
+_EMPTY = b"0" * _COUNT_BYTES
 
 
 class Announcement:
@@ -37,11 +40,14 @@ class Announcement:
         directory: That of the process in it.
 
     Attributes:
-        evictions: How often anything was evicted before the files were announced, as it is in the ledger.
+        stamp: The same object as long as nothing has been evicted, as the ledger said when files were announced, and
+            for a minute at most. What was seen of files then is still so.
     """
 
     def __init__(self, cache: str, directory: str) -> None:
-        self.evictions = b""
+        self.stamp = object()
+        self._evictions = b""
+        self._look_again_at_s = 0.0
         with contextlib.ExitStack() as opened:
             self._note = os.open(f"{directory}/{NOTE}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             opened.callback(os.close, self._note)
@@ -54,7 +60,8 @@ class Announcement:
         self.descriptors: tuple[int, ...] = (self._note, self._cache, self._ledger)
         self._holder: object = None
         self._lock = threading.RLock()  # an interrupt may enter again what it has interrupted
-        self._current = ""
+        self._keys: Sequence[str] = ()
+        self._current: int | None = None
         self._is_whole = False
 
     @property
@@ -76,22 +83,28 @@ class Announcement:
             if self._holder is not None or not self.descriptors:
                 return False
             self._holder = holder
+            self._keys = keys
             self._is_whole = self._announce(keys)
             return True
 
-    def covers(self, key: str) -> bool:
-        """Whether a file that was announced, and is there now, stays until this is asked about another one."""
-        self._current = key  # in this order: shrink() makes them in the other one
-        return self._is_whole or self._announce((key,))
+    def covers(self, number: int) -> bool:
+        """Whether a file that was announced, and is there now, stays until this is asked about another one.
+
+        Args:
+            number: Of the file among those that were announced.
+        """
+        self._current = number  # in this order: shrink() makes them in the other one
+        return self._is_whole or self._announce((self._keys[number],))
 
     def end(self, holder: object) -> None:
         """Announce nothing any more, if the note is still that holder's."""
+        if self._holder is not holder:  # nobody else makes it so
+            return
         with self._lock:
-            if self._holder is holder:
-                self._is_whole = False
-                self._current = ""
-                self._erase()
-                self._holder = None
+            self._is_whole = False
+            self._current = None
+            self._erase()
+            self._holder = None
 
     def shrink(self) -> None:
         """Announce the file that is being read alone: this process is about to wait for room.
@@ -101,7 +114,7 @@ class Announcement:
         with self._lock:
             if self._is_whole:
                 self._is_whole = False
-                self._write((self._current,) if self._current else ())
+                self._write(() if self._current is None else (self._keys[self._current],))
 
     def abandon(self) -> None:
         """Let go of it in a forked child: it is the parent's."""
@@ -127,7 +140,10 @@ class Announcement:
                     return False
             finally:
                 fcntl.flock(self._cache, fcntl.LOCK_UN)
-            self.evictions, is_waited_for = look(self._ledger)
+            evictions, is_waited_for = look(self._ledger)
+            now_s = time.monotonic()
+            if evictions != self._evictions or now_s > self._look_again_at_s:
+                self.stamp, self._evictions, self._look_again_at_s = object(), evictions, now_s + _LOOK_AGAIN_S
             return not is_waited_for or len(keys) == 1
 
     def _write(self, keys: Sequence[str]) -> None:
@@ -137,7 +153,7 @@ class Announcement:
 
     def _erase(self) -> None:
         with contextlib.suppress(OSError):  # there is nothing to erase on a disk that has been full from the start
-            self._write(())
+            os.pwrite(self._note, _EMPTY, 0)
 
 
 def is_alive(directory: str) -> bool:

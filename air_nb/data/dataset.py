@@ -5,6 +5,7 @@ Under ``air_nb.data.DataLoader`` they are read in batches; a plain torch DataLoa
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from air_nb.errors import DataError
 
 __all__ = ["FileDataset", "Files", "UCVolumeDataset"]
 
-_REMEMBERED = 2**16  # places of files in the cache: 25 MB at most, for 2 us of each hit
+_REMEMBERED = 2**16  # places of the first files in the cache: 25 MB at most, for 2 us of each hit
 
 
 class Files:
@@ -47,7 +48,7 @@ class Files:
         self._manifest: Manifest | None = None
         self._progress: FetchProgress | None = None
         self._shown_misses = 0
-        self._places: dict[int, Place] = {}
+        self._places: list[Place | None] = []  # not a dict: finding an entry takes three more misses of the processor
         # A rank that has no process group yet waits for it, so that one rank can list for all. Others list now: errors
         # appear where the mistake is, and forked loader workers find the manifest made.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or rank_and_world_size()[1] > 1:
@@ -69,15 +70,12 @@ class Files:
 
     def __getstate__(self) -> dict[str, Any]:
         self.manifest  # noqa: B018 - so that not every loader worker lists
-        return self.__dict__ | {"_progress": None, "_places": {}}
+        return self.__dict__ | {"_progress": None, "_places": []}
 
     @property
     def is_plain(self) -> bool:
         """Whether an item is what this class makes of it: a subclass may have a ``__getitem__`` of its own."""
-        return all(
-            getattr(type(self), name, None) in {getattr(FileDataset, name), getattr(Dataset, name, None)}
-            for name in ("__getitem__", "__getitems__")
-        )
+        return _is_plain(type(self))  # type: ignore[arg-type]  # mypy asks whether its instances can be hashed
 
     def leased(self, index: int) -> tuple[Any, Lease | None]:
         """One item, and the lease of its file if the item is a path of the cache: release it when the batch is done.
@@ -124,7 +122,8 @@ class Files:
     def _decode_cached(self, cache: Cache, indices: Sequence[int], rows: list[Any]) -> None:
         decode, known = self.decode, self._places
         assert decode is not None
-        places = [known.get(index) or self._place(cache, index) for index in indices]
+        n_known = len(known)
+        places = [(known[index] if -1 < index < n_known else None) or self._place(cache, index) for index in indices]
         reading = cache.reading(places)
         try:
             with reading:
@@ -164,9 +163,11 @@ class Files:
         return DataError(f"decoding {url} (item {index}, read from {path}) failed: {type(error).__name__}: {error}")
 
     def _place(self, cache: Cache, index: int) -> Place:
-        if len(self._places) >= _REMEMBERED:
-            self._places.clear()
-        place = self._places[index] = cache.place(self.manifest[index])
+        place = cache.place(self.manifest[index])
+        if not self._places:
+            self._places = [None] * min(len(self), _REMEMBERED)
+        if -1 < index < len(self._places):
+            self._places[index] = place
         return place
 
     def _show_downloads(self) -> None:
@@ -322,3 +323,11 @@ class UCVolumeDataset(Files, IterableDataset[str]):
             )
             raise DataError(msg)
         self._skip = self._yielded = int(state["yielded"])
+
+
+@functools.lru_cache(maxsize=64)  # of each batch; a notebook defines classes anew
+def _is_plain(kind: type[Files]) -> bool:
+    return all(
+        getattr(kind, name, None) in {getattr(FileDataset, name), getattr(Dataset, name, None)}
+        for name in ("__getitem__", "__getitems__")
+    )

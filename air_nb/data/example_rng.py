@@ -22,6 +22,7 @@ import pickle
 import random
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -33,8 +34,10 @@ _PYTHON: Any = random._inst  # noqa: SLF001  # whose methods the functions of ra
 # All three are Mersenne twisters: a key of 624 words, and a position in it. In memory Python's has the position first
 # (RandomObject in CPython's _randommodule.c), numpy's last (mt19937_state in mt19937.h); torch's state has it first
 # (CPUGeneratorImpl.cpp), and last the second number of a pair of normal ones.
-_BEGINNING_BYTES = 64
+_Beginning = ctypes.c_char * 64
+_Position = ctypes.c_char * 4
 _MT19937_POSITION_AT = 4 * 624
+_PYTHONS_MEMORY = _Beginning.from_address(id(_PYTHON) + object.__basicsize__)
 
 
 def seed_example(seed: int, epoch: int, item: int, number: int = 0) -> None:
@@ -116,19 +119,29 @@ class GeneratorStates:
 
 def _memory() -> tuple[Any, ...] | None:
     """What changes with every draw: positions, and the beginnings of keys, which are made anew every 624 numbers."""
-    generator = np.random.get_bit_generator()
+    numpys = _numpys_memory(np.random.get_bit_generator())
+    if numpys is None:
+        return None
+    beginning, position = numpys
+    torchs = torch.default_generator.get_state()
+    start = torchs.data_ptr()
+    return (
+        _PYTHONS_MEMORY.raw,
+        _PYTHON.gauss_next,
+        beginning.raw,
+        position.raw,
+        _Beginning.from_address(start).raw,
+        _Beginning.from_address(start + torchs.nbytes - ctypes.sizeof(_Beginning)).raw,
+    )
+
+
+@lru_cache(maxsize=1)
+def _numpys_memory(generator: Any) -> tuple[Any, Any] | None:
+    """Where numpy's generator is in memory; None if it is not the usual one."""
     if type(generator) is not np.random.MT19937:
         return None
-    numpys = generator.ctypes.state_address
-    torchs = torch.default_generator.get_state().numpy()
-    return (
-        ctypes.string_at(id(_PYTHON) + object.__basicsize__, _BEGINNING_BYTES),
-        _PYTHON.gauss_next,
-        ctypes.string_at(numpys, _BEGINNING_BYTES),
-        ctypes.string_at(numpys + _MT19937_POSITION_AT, 4),
-        torchs[:_BEGINNING_BYTES].tobytes(),
-        torchs[-_BEGINNING_BYTES:].tobytes(),
-    )
+    at = generator.ctypes.state_address
+    return _Beginning.from_address(at), _Position.from_address(at + _MT19937_POSITION_AT)
 
 
 def _torch_state() -> bytes:

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -239,7 +239,8 @@ class ItemSource(torch.utils.data.Dataset[Delivery]):
             batch, notes = self._read_reproducibly(work)
         else:
             batch, notes = _Batch(self._reader, work, seeded=False).read()
-        return Delivery(batch, replace(notes, cache=self._cache_news()))
+        # Not dataclasses.replace, which takes three times as long.
+        return Delivery(batch, Notes(notes.valid, notes.failures, notes.fatal, notes.leases, self._cache_news()))
 
     def _read_reproducibly(self, work: Work) -> Delivery:
         """Read a batch with seeds, or without as long as nothing has ever drawn: that comes to the same."""

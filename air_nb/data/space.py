@@ -5,7 +5,7 @@
     <cache>/                     its lock: whoever changes the ledger, evicts, sweeps, or makes a directory of leases
         ledger                   see ledger.py; bytes of the objects and of downloads are exact again after each scan
         objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links = in use
-        paths/<aa>/<key>/<path>  the same files by their own names: what users get
+        paths/<key>/<path>       the same files by their own names: what users get
         incoming/<key>.<bytes>   downloads: space is theirs before the first byte
         locks/<key>              held while its file is downloaded
         leases/<process>/<n>     see leases.py
@@ -124,7 +124,7 @@ class Space:
 
     def path_directory(self, key: str) -> str:
         """Directory of the file under its own name."""
-        return f"{self.directory}/paths/{key[:2]}/{key}"
+        return f"{self.directory}/paths/{key}"
 
     def hold(self, path: str) -> int | None:
         """Keep a file from being evicted until the returned descriptor is unlocked and closed.

@@ -9,12 +9,13 @@ import resource
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from air_nb.data import FileDataset
+from air_nb.data import FileDataset, announcement
 from air_nb.data.announcement import NOTE, read_note
 from air_nb.data.cache import Cache, Place, default_directory, default_limits
 from air_nb.data.files import list_files
@@ -170,19 +171,20 @@ def test_an_eviction_waits_for_a_reader_that_ends(make_cache, entries):
     assert _kept(cache) == {Path(entries[1].path).name}
 
 
-def test_who_waits_for_room_keeps_no_more_than_the_file_that_is_being_read(make_cache, entries):
+@pytest.mark.parametrize("current", [0, 1])
+def test_who_waits_for_room_keeps_no_more_than_the_file_that_is_being_read(make_cache, entries, current):
     cache = make_cache(max_bytes=2 * _SIZE)
     places = _fill(cache, entries[:2])
     with cache.reading(places) as reading:
         paths = reading.paths()
-        assert next(paths) == places[0].path
-        cache.lease(entries[2]).release()  # while decoding the first
-        assert Path(places[0].path).exists()
-        assert not Path(places[1].path).exists()
+        assert [next(paths) for _ in range(current + 1)][-1] == places[current].path
+        cache.lease(entries[2]).release()  # while decoding it
+        assert Path(places[current].path).exists()
+        assert not Path(places[1 - current].path).exists()
         assert list(paths) == []
-        assert list(reading.paths(1)) == []
-        assert next(reading.paths()) == places[0].path  # from here on one is announced at a time
-        assert read_note(cache._connect().directory) == [places[0].key]
+        assert list(reading.paths(1 - current)) == []
+        assert next(reading.paths(current)) == places[current].path  # from here on one is announced at a time
+        assert read_note(cache._connect().directory) == [places[current].key]
 
 
 def test_what_was_announced_while_somebody_may_evict_does_not_count(make_cache, entries):
@@ -233,6 +235,24 @@ def test_a_file_that_was_there_is_looked_for_again_once_anything_was_evicted(mak
         with started(1, cache_processes.fetch_all, cache, wanted) as [(_, connection)]:  # evicts the one used before
             connection.send("go")
             connection.recv()
+
+
+def test_a_file_that_is_read_again_after_a_minute_counts_as_used_then(make_cache, entries, monkeypatch):
+    cache = make_cache()
+    (place,) = _fill(cache, entries[:1])
+
+    def use() -> float:
+        _grow_older(cache)
+        before_s = Path(place.path).stat().st_atime
+        with cache.reading([place]) as reading:
+            assert list(reading.paths()) == [place.path]
+        return Path(place.path).stat().st_atime - before_s
+
+    assert use() >= 60  # never seen before
+    assert use() == 0
+    after_a_minute_s = time.monotonic() + announcement._LOOK_AGAIN_S
+    monkeypatch.setattr(time, "monotonic", lambda: after_a_minute_s)
+    assert use() >= 60
 
 
 def test_who_waits_for_files_that_are_read_has_them_announced_one_at_a_time(make_cache, entries):
