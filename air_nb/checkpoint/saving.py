@@ -245,7 +245,13 @@ class Saver:
     def _conclude(self, report: SaveReport) -> None:
         """What is left to do once the checkpoint is there; nothing of it can make the save fail any more."""
         try:
-            record_checkpoint(report.path, report.step)
+            record_checkpoint(
+                report.path,
+                report.step,
+                stall_s=report.stall_s,
+                seconds=report.seconds,
+                size_bytes=report.size_bytes,
+            )
         except OSError as error:
             _log.warning("step %d is saved, but the run could not note it: %s", report.step, error)
         message = f"saved step {report.step} to {report.path} ({report.size_bytes / 2**20:.1f} MiB)"

@@ -446,6 +446,7 @@ class _Iterator:
         if self.is_open:
             self.is_open = False
             self._loader._feed.close()  # noqa: SLF001
+            self._loader._meter.end_pass()  # noqa: SLF001
 
     def __del__(self) -> None:
         self.close()

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from air_nb.data.cache import CacheMetrics
+from air_nb.data.figures import figures_of_this_process
 from air_nb.data.items import Notes
 
 __all__ = ["LoaderMetrics", "Meter"]
@@ -54,9 +55,17 @@ class Meter:
         self._first_at = self._first_at or asked_at
         self._wait_s += self._last_at - asked_at
         self._batches += 1
-        self._examples += sum(notes.valid)
+        examples = notes.valid.count(True)
+        self._examples += examples
         if notes.cache is not None:
             self.cache = notes.cache if self.cache is None else self.cache + notes.cache
+        if (figures := figures_of_this_process()) is not None:  # not kept: a loader may be pickled into a rank
+            figures.add(asked_at, self._last_at, examples, notes.cache)
+
+    def end_pass(self) -> None:
+        """The pass is over, or was left."""
+        if (figures := figures_of_this_process()) is not None:
+            figures.end_pass()
 
     def metrics(self, skipped: int) -> LoaderMetrics:
         """The sums so far.

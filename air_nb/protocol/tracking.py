@@ -91,6 +91,7 @@ class TrackedRun:
         problem: Why nothing could be sent up to now, one sentence; None if all is well.
         refused: What MLflow will never take, one sentence each.
         sent: Bytes of each rank's spool that have been sent, index = rank.
+        sent_loading: Likewise of its ``air_nb.runs.loading``.
     """
 
     state: TrackedState
@@ -101,6 +102,7 @@ class TrackedRun:
     problem: str | None = None
     refused: list[str] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
+    sent_loading: list[int] = field(default_factory=list)
 
     def encode(self) -> str:
         """JSON."""

@@ -12,6 +12,7 @@ from air_nb.runs.liveness import ProcessId
 from air_nb.runs.text import last_line, reason_line
 from air_nb.runs.unsent import read_tracked
 from air_nb.session.relaunch import why_not
+from air_nb.session.run_figures import run_figures
 from air_nb.sidebar.rows import Link, RunRow
 from air_nb.tracking.jupyter_server import find_jupyter_server
 from air_nb.tracking.links import run_page
@@ -81,6 +82,7 @@ def _row(directory: RunDirectory, record: RunRecord, own: ProcessId, *, is_live:
         ended_at=record.ended_at,
         reason=reason_line(record),
         line=last_line(directory, 0),
+        figures=run_figures(directory, record.nproc),
         link=_link(directory, record),
         can_resume=not why_not(directory, record),
     )

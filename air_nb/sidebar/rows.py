@@ -37,6 +37,7 @@ class RunRow:
         ended_at: When it ended; None before.
         reason: Why it ended so, one line; empty if there is nothing to say.
         line: The last line that rank 0 has printed: at most 200 characters, no control characters.
+        figures: What loading data and saving checkpoints cost at last, one line; empty if nothing is known.
         link: Where MLflow shows it.
         can_resume: Whether its payload is kept, so that it can be launched again.
     """
@@ -54,6 +55,7 @@ class RunRow:
     ended_at: float | None
     reason: str
     line: str
+    figures: str
     link: Link | None
     can_resume: bool
 

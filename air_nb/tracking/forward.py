@@ -1,5 +1,7 @@
 """From the ranks' spools to the store, in batches: nothing is lost, and one bad value holds up no other.
 
+So is what the ranks measure of their data loaders.
+
 Offsets move when a part has been sent, so after a crash some of it is sent twice. Tags and parameters don't mind, and
 stores keep one of equal metrics (same key, step, time and value).
 """
@@ -13,9 +15,11 @@ from pathlib import Path
 
 from air_nb.protocol.tracking import spool_name
 from air_nb.runs.directory import locate
+from air_nb.runs.loading import loading_file, read_loading
 from air_nb.tracking import spool
 from air_nb.tracking.artifacts import Artifacts
 from air_nb.tracking.causes import one_line
+from air_nb.tracking.figures import loading_metrics
 from air_nb.tracking.mlflow_run import MlflowRun
 from air_nb.tracking.spool import SpoolEntry
 from air_nb.tracking.store import StoreError
@@ -141,18 +145,22 @@ class Forwarder:
         Raises:
             StoreError: The store is not there.
         """
-        sent = self._tracked.now.sent
-        offsets = [*sent, *[0] * (self._nproc - len(sent))]
+        offsets = self._padded(self._tracked.now.sent)
+        loading_offsets = self._padded(self._tracked.now.sent_loading)
         parts = self._read(offsets)
+        loading, loading_moved = self._read_loading(loading_offsets)
         entries = [entry for part in parts for entry in part.entries]
-        for batch in batches(entries):
+        for batch in batches([*entries, *loading]):
             send(run, batch, self._refuse)
         for entry in entries:
             if entry.artifact is not None:
                 artifacts.send_spooled(*entry.artifact)
         moved = [part.offset for part in parts]
-        self._tracked.update(sent=moved, problem=None)
-        return moved != offsets
+        self._tracked.update(sent=moved, sent_loading=loading_moved, problem=None)
+        return (moved, loading_moved) != (offsets, loading_offsets)
+
+    def _padded(self, sent: list[int]) -> list[int]:
+        return [*sent, *[0] * (self._nproc - len(sent))]
 
     def _read(self, offsets: list[int]) -> list[spool.SpoolPart]:
         folder = locate(self._path).path
@@ -163,6 +171,15 @@ class Forwarder:
                 self._refuse(f"Rank {rank} left {part.skipped} entries that can't be read: was its disk full?")
             parts.append(part)
         return parts
+
+    def _read_loading(self, offsets: list[int]) -> tuple[list[SpoolEntry], list[int]]:
+        folder = locate(self._path).path
+        entries, moved = [], []
+        for rank, offset in enumerate(offsets):
+            figures, following = read_loading(folder / loading_file(rank), offset, _PART_BYTES)
+            entries += [SpoolEntry(metrics=loading_metrics(rank, one)) for one in figures]
+            moved.append(following)
+        return entries, moved
 
     def _refuse(self, sentence: str) -> None:
         sys.stderr.write(f"air_nb: run {self._path.name}: {sentence}\n")

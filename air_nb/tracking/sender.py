@@ -14,6 +14,7 @@ from air_nb.runs.checkpoints import committed_checkpoints
 from air_nb.runs.directory import RunRecord, locate
 from air_nb.tracking.artifacts import Artifacts
 from air_nb.tracking.facts import ending, git_state, git_values
+from air_nb.tracking.figures import checkpoint_metrics
 from air_nb.tracking.forward import Forwarder
 from air_nb.tracking.mlflow_run import MlflowRun
 from air_nb.tracking.opening import open_run
@@ -125,12 +126,15 @@ class Sender:
         self.tracked.update(state=TrackedState.ENDED, problem=None)
 
     def _send_checkpoints(self) -> None:
-        """A tag for each checkpoint that the run has committed."""
+        """A tag for each checkpoint that the run has committed, and what it cost."""
         committed = committed_checkpoints(locate(self._path).path)
         if new := committed[self._checkpoints :]:
             tags = [(f"air_nb.checkpoint.{checkpoint.step}", checkpoint.path) for checkpoint in new]
             for start in range(0, len(tags), _TAGS_AT_ONCE):
-                self._opened.log_batch(tags=dict(tags[start : start + _TAGS_AT_ONCE]))
+                self._opened.log_batch(
+                    metrics=[m for one in new[start : start + _TAGS_AT_ONCE] for m in checkpoint_metrics(one)],
+                    tags=dict(tags[start : start + _TAGS_AT_ONCE]),
+                )
             self._checkpoints = len(committed)
 
     @property

@@ -250,6 +250,7 @@ def run_row(run_id: str, **fields: Any) -> dict[str, Any]:
         "ended_at": None,
         "reason": "",
         "line": "step 120  loss 2.31",
+        "figures": "",
         "link": None,
         "can_resume": True,
     }

@@ -73,6 +73,12 @@ _CUT = """() => {
 }"""
 
 
+_FIGURES = (
+    "data wait 12 % (rank 3) · 1,240 examples/s · 98 % from the cache · 1.23 GB downloaded · "
+    "last save held up training for 37 ms"
+)
+
+
 @pytest.fixture
 def open_panel(browser: Browser) -> Iterator[Open]:
     """Open the page; what it logs as an error fails the test."""
@@ -99,7 +105,12 @@ def _full(panel: PanelPage, count: int = 8) -> None:
     panel.emit(
         {"type": "processes", "gpus": [{"uuid": "GPU-0", "processes": [_process(7, "rank 0 of calm-otter-41")]}]},
         _runs(
-            run_row("calm-otter-41", link=link, line="epoch 3 step 12,480  loss 2.3112  lr 3.0e-4  tokens/s 412,331"),
+            run_row(
+                "calm-otter-41",
+                link=link,
+                line="epoch 3 step 12,480  loss 2.3112  lr 3.0e-4  tokens/s 412,331",
+                figures=_FIGURES,
+            ),
             run_row(long, is_mine=False, notebook="other/finetune.ipynb", state="STARTING", started_at=None),
             run_row("sad-lynx-7", state="FAILED", is_live=False, ended_at=AT, reason="rank 1: ValueError: bad batch"),
         ),
@@ -498,6 +509,18 @@ def test_stop_asks_first_and_shows_that_it_is_stopping_until_the_answer(open_pan
     assert "Killed" in row
     assert panel.page.get_by_role("status").inner_text() == "r1 was stopped."
     assert panel.page.get_by_role("button", name=re.compile("^Stop")).count() == 0
+
+
+def test_a_run_shows_what_loading_and_saving_cost_as_text_and_only_where_it_is_known(open_panel: Open):
+    panel = open_panel()
+    panel.greet(0)
+    panel.emit(_runs(run_row("r1", figures=_FIGURES), run_row("r2"), run_row("r3", figures="<b>12 %</b>")))
+    rows = panel.page.locator(".air-row")
+    assert rows.nth(0).get_by_text(_FIGURES, exact=True).is_visible()
+    assert rows.nth(1).locator("p:visible").count() == rows.nth(0).locator("p:visible").count() - 1
+    assert rows.nth(2).get_by_text("<b>12 %</b>", exact=True).is_visible()
+    panel.emit(_runs(run_row("r1"), run_row("r2"), run_row("r3")))
+    assert not rows.nth(0).get_by_text(_FIGURES, exact=True).is_visible()
 
 
 def test_runs_show_this_notebooks_first_with_state_time_and_line(open_panel: Open):

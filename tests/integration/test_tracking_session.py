@@ -82,6 +82,56 @@ def _environment(**more: str) -> dict[str, str]:
     }
 
 
+# ------------------------------------------------------------------------------------------ what training waits for
+
+_TRAINING = """
+import time, torch
+from air_nb.checkpoint import CheckpointManager
+from air_nb.data import DataLoader, FileDataset
+from air_nb.data.cache import Cache
+from air_nb.runtime import init_process_group
+
+init_process_group()
+def decode(path):
+    time.sleep(0.1)
+    return torch.ones(2)
+loader = DataLoader(FileDataset("files", decode=decode, cache=Cache("cache")), batch_size=1, num_workers=0)
+with CheckpointManager("checkpoints", model=torch.nn.Linear(2, 1), data=loader, every=10) as manager:
+    for step, batch in manager.steps(epochs=2):
+        pass
+"""
+_ROWS = (
+    "[(row.run_id, row.figures) for row in "
+    "__import__('air_nb.session.panel', fromlist=['_']).PanelActions(None).runs()]"
+)
+
+
+def test_what_loading_and_saving_cost_is_in_the_run_and_in_the_panel(notebook):
+    folder = Path(notebook.kernel.cwd) / "files"
+    folder.mkdir()
+    for number in range(20):
+        (folder / f"{number:02}.bin").write_bytes(b"x" * 500)
+    run = notebook.launch(_TRAINING, "--nproc 2 --quiet")
+
+    for rank in range(2):
+        passes = [f"air_nb/{name}/rank_{rank}" for name in ("data_wait_percent", "data_examples_per_second")]
+        for key in (*passes, f"air_nb/data_longest_wait_seconds/rank_{rank}"):
+            assert [step for step, _ in run.metrics[key]] == [10, 20], "a line for each pass of more than a second"
+        assert all(50 < value <= 100 for _, value in run.metrics[passes[0]]), "decoding takes most of the time"
+        assert all(1 < value <= 10 for _, value in run.metrics[passes[1]])
+        assert run.metrics[f"air_nb/cache_hit_percent/rank_{rank}"][1] == (20, 100.0)
+    assert sum(run.metrics[f"air_nb/cache_fetched_bytes/rank_{rank}"][-1][1] for rank in range(2)) == 20 * 500
+    assert [step for step, _ in run.metrics["air_nb/checkpoint_stall_seconds"]] == [10, 20]
+    assert all(value > 0 for _, value in run.metrics["air_nb/checkpoint_save_seconds"])
+    assert run.metrics["air_nb/checkpoint_bytes"][0][1] > 0
+
+    rows = dict(ast.literal_eval(notebook.value(_ROWS)))
+    figures = rows[run.tags["air_nb.run_id"]]
+    assert "(rank " in figures
+    assert figures.startswith("data wait ")
+    assert "100 % from the cache · 10 kB downloaded · last save held up training for " in figures
+
+
 # ------------------------------------------------------------------------------------------------- which experiment
 
 

@@ -916,6 +916,7 @@ class RunRow {
     this.time = make('span', { class: 'air-time' });
     this.about = make('p', { class: 'air-cut air-muted' });
     this.line = make('p', { class: 'air-cut air-line' });
+    this.figures = make('p', { class: 'air-muted' });
     this.reason = make('p', { class: 'air-note' });
     this.note = new Note();
     this.stop = new Action({
@@ -944,7 +945,17 @@ class RunRow {
       this.stop.confirm,
     );
     const head = make('div', { class: 'air-head' }, this.name, this.badge, this.time);
-    this.node = make('li', { class: 'air-row' }, head, this.about, this.line, this.reason, actions, this.note.node);
+    this.node = make(
+      'li',
+      { class: 'air-row' },
+      head,
+      this.about,
+      this.line,
+      this.figures,
+      this.reason,
+      actions,
+      this.note.node,
+    );
   }
 
   update(run) {
@@ -958,6 +969,8 @@ class RunRow {
     setCut(this.about, `${plural(run.nproc, 'rank')} · ${run.device} · ${place}`);
     setCut(this.line, run.line ?? '');
     this.line.hidden = !run.line;
+    setText(this.figures, run.figures ?? '');
+    this.figures.hidden = !run.figures;
     setText(this.reason, run.reason ?? '');
     this.reason.hidden = !run.reason;
     setTone(this.reason, tone);

@@ -92,6 +92,7 @@ def test_a_row_says_what_the_record_says(make: Make, panel: PanelActions):
         ended_at=3.0,
         reason="rank 1: ValueError: no",
         line="two",
+        figures="",
         link=None,
         can_resume=True,
     )

@@ -25,7 +25,15 @@ def run_row(**changes: Any) -> RunRow:
     """A run that has ended."""
     fields: dict[str, Any] = {"run_id": "r1", "name": "swift-otter", "state": "FINISHED", "is_live": False}
     fields |= {"is_mine": True, "notebook": "train.ipynb", "nproc": 2, "device": "cpu", "created_at": 1.0}
-    fields |= {"started_at": 2.0, "ended_at": 3.0, "reason": "", "line": "done", "link": None, "can_resume": True}
+    fields |= {
+        "started_at": 2.0,
+        "ended_at": 3.0,
+        "reason": "",
+        "line": "done",
+        "figures": "",
+        "link": None,
+        "can_resume": True,
+    }
     return RunRow(**(fields | changes))
 
 

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from air_nb.protocol.tracking import TrackingRequest, spool_name
+from air_nb.runs.checkpoints import RUN_DIR_VARIABLE
+from air_nb.runs.loading import LoadingFigures, record_loading
 from air_nb.tracking.forward import Batch, Forwarder, batches, send
 from air_nb.tracking.spool import SpoolEntry
 from air_nb.tracking.store import StoreError
@@ -173,3 +175,32 @@ def test_lines_that_are_torn_are_counted_and_skipped(tmp_path, tracked):
     Forwarder(tmp_path, 1, tracked).forward(run, None)  # type: ignore[arg-type]
     assert len(run.taken) == 1
     assert tracked.now.refused == ["Rank 0 left 1 entries that can't be read: was its disk full?"]
+
+
+def test_what_ranks_measure_of_their_loaders_is_sent_once_also_by_a_process_that_comes_later(
+    tmp_path, tracked, monkeypatch
+):
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
+    record_loading(LoadingFigures(2.0, 10.0, 7, 100, 2.5, 1.5))
+    run = _Run()
+    forwarder = Forwarder(tmp_path, 2, tracked)
+    assert forwarder.forward(run, None)  # type: ignore[arg-type]
+    assert not forwarder.forward(run, None)  # type: ignore[arg-type]
+    assert [batch.metrics for batch in run.taken] == [
+        [
+            ("air_nb/data_wait_percent/rank_1", 25.0, 2000, 7),
+            ("air_nb/data_longest_wait_seconds/rank_1", 1.5, 2000, 7),
+            ("air_nb/data_examples_per_second/rank_1", 10.0, 2000, 7),
+        ]
+    ]
+    record_loading(LoadingFigures(3.0, 10.0, 8, 100, 2.5, 1.5, hits=1, misses=3, fetched_bytes=9))
+    later = TrackedFile(tmp_path, TrackingRequest("calm-otter-41", "sqlite:////mlflow.db"))
+    again = _Run()
+    Forwarder(tmp_path, 2, later).forward(again, None)  # type: ignore[arg-type]
+    (batch,) = again.taken
+    assert {key: value for key, value, _, step in batch.metrics if step == 8 and "cache" in key} == {
+        "air_nb/cache_hit_percent/rank_1": 25.0,
+        "air_nb/cache_fetched_bytes/rank_1": 9.0,
+    }
+    assert len(batch.metrics) == 5
