@@ -119,11 +119,14 @@ class Feed:
         """The next answer.
 
         Raises:
-            StopIteration: There are no more requests.
             DataError: A loader worker died.
-            Exception: What a user's ``collate_fn`` raised.
+            Exception: What a user's ``collate_fn`` raised; a RuntimeError for StopIteration, as generators do it.
         """
-        answer: Delivery = self._next_of_workers() if self._num_workers else next(self._answers)
+        try:
+            answer: Delivery = self._next_of_workers() if self._num_workers else next(self._answers)
+        except StopIteration as error:  # passes know how many requests there are
+            msg = "collate_fn raised StopIteration, which would end the epoch unnoticed"
+            raise RuntimeError(msg) from error
         if self._requests.sent:
             self._requests.sent.popleft()
         return answer

@@ -128,6 +128,19 @@ def test_pinning_is_torchs_with_and_without_workers(workers):
     assert loader.state_dict()["epoch"] == 1
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_iteration_of_the_users_does_not_end_the_epoch_unnoticed(workers):
+    def collate(rows: list[int]) -> int:
+        return next(iter(row for row in rows if row != 2))
+
+    loader = DataLoader(Numbers(4), 1, num_workers=workers, collate_fn=collate)
+    batches = iter(loader)
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(RuntimeError, match="collate_fn raised StopIteration"):
+        next(batches)
+    assert loader.state_dict()["position"] == 2
+
+
 def test_a_slow_item_runs_into_the_timeout_as_in_torch():
     class Slow(Numbers):
         def __getitem__(self, index: int) -> int:
