@@ -8,7 +8,6 @@ workers and nothing is pinned, it asks the source itself: torch's part would cos
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,9 +132,14 @@ class Feed:
 
     def _next_of_workers(self) -> Delivery:
         self._require_workers()
+        number = id(self._answers)
+        # torch raises if a worker dies while we wait for its answer.
+        torch._C._set_worker_pids(number, tuple(worker.pid for worker in self._workers() if worker.pid))
         try:
-            with self._watched_workers():
+            try:
                 answer: Delivery = next(self._answers)
+            finally:
+                torch._C._remove_worker_pids(number)
         except RuntimeError as error:
             self._require_workers(error)
             raise
@@ -144,16 +148,6 @@ class Feed:
             ahead = self._num_workers * (self._loader.prefetch_factor or 1)
             warn_if_shm_is_short(tensor_bytes(answer.batch), ahead)
         return answer
-
-    @contextlib.contextmanager
-    def _watched_workers(self) -> Iterator[None]:
-        """Have torch raise if a worker dies while we wait for its answer."""
-        workers, number = self._workers(), id(self._answers)
-        torch._C._set_worker_pids(number, tuple(worker.pid for worker in workers if worker.pid))
-        try:
-            yield
-        finally:
-            torch._C._remove_worker_pids(number)
 
     def _require_workers(self, error: RuntimeError | None = None) -> None:
         """Raise if a worker has died."""
