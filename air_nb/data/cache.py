@@ -6,6 +6,7 @@ the cap or the disk's floor is reached, before the next download starts. A file 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -69,16 +70,18 @@ class Place:
 
     Attributes:
         key: Of the file: its URL, name, size and version, digested. A file of two roots is two files.
-        path: Under its own name.
+        names: Those that it may have.
+        path: The one that it had when it was last seen.
         size_bytes: Its size.
         seen: The announcement's stamp when it was there, used, and as large as it should be; None: never seen.
     """
 
-    __slots__ = ("key", "path", "seen", "size_bytes")
+    __slots__ = ("key", "names", "path", "seen", "size_bytes")
 
-    def __init__(self, key: str, path: str, size_bytes: int) -> None:
+    def __init__(self, key: str, names: tuple[str, str], size_bytes: int) -> None:
         self.key = key
-        self.path = path
+        self.names = names
+        self.path = names[0]
         self.size_bytes = size_bytes
         self.seen: object = None
 
@@ -151,7 +154,20 @@ class Cache:
     def place(self, entry: Entry) -> Place:
         """Where a file is, if it is there."""
         key = _key(entry)
-        return Place(key, f"{self._space.path_directory(key)}/{_safe_path(entry.path)}", entry.size_bytes)
+        root = _digest_of_root(entry.url.removesuffix(entry.path))
+        return Place(key, self._space.names(key, root, _safe_path(entry.path)), entry.size_bytes)
+
+    def find(self, place: Place) -> os.stat_result | None:
+        """Look whether a file is there, as large as it should be; the place has its name then."""
+        for name in place.names:
+            try:
+                status = os.stat(name)  # noqa: PTH116 - pathlib takes twice as long
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if status.st_size == place.size_bytes and self._space.is_named(place.key, status):
+                place.path = name
+                return status
+        return None
 
     def reading(self, places: Sequence[Place]) -> Reading:
         """Use of files that are there, for the length of a ``with`` block: for less than a `lease` on each.
@@ -171,19 +187,21 @@ class Cache:
 
     def _try_lease(self, owner: Owner, place: Place) -> Lease | None:
         """Lease a file if it is there and as large as it should be."""
-        descriptor = self._space.hold(place.path)
-        if descriptor is None:
-            return None
-        try:
-            status = os.fstat(descriptor)
-            if status.st_size != place.size_bytes:
-                return None
-            _touch(place.path, status)
-            link = owner.new_name()
-            os.link(place.path, link)
-        finally:
-            unlock_and_close(descriptor)
-        return Lease(place.path, link, owner)
+        for name in place.names:
+            descriptor = self._space.hold(name)
+            if descriptor is None:
+                continue
+            try:
+                status = os.fstat(descriptor)  # of the very file that can't go any more
+                if status.st_size == place.size_bytes and self._space.is_named(place.key, status):
+                    _touch(name, status)
+                    link = owner.new_name()
+                    os.link(self._space.object_path(place.key), link)
+                    place.path = name
+                    return Lease(name, link, owner)
+            finally:
+                unlock_and_close(descriptor)
+        return None
 
     def _lease_missing(self, owner: Owner, place: Place, entry: Entry, options: Mapping[str, Any]) -> Lease:
         Path(self._space.object_path(place.key)).parent.mkdir(mode=0o700, exist_ok=True)
@@ -195,28 +213,31 @@ class Cache:
                 return lease
 
             def attempt() -> None:  # the second one may find what the first one could not give a name
-                if not self._space.adopt(place.key, place.size_bytes, place.path, link):
-                    self._space.discard(place.key)
-                    self._download(place.key, entry, options, place.path, link)
+                name = self._space.adopt(place.key, place.size_bytes, place.names, link)
+                if name is None:
+                    self._space.discard(place.key, place.names)
+                    name = self._download(place, entry, options, link)
+                place.path = name
 
             self._evicting(entry, attempt)
             return Lease(place.path, link, owner)
 
-    def _download(self, key: str, entry: Entry, options: Mapping[str, Any], path: str, link: str) -> None:
+    def _download(self, place: Place, entry: Entry, options: Mapping[str, Any], link: str) -> str:
         from air_nb.data.remote import download  # fsspec's asynchronous part takes 50 ms to import
 
         def attempt() -> None:
             download(entry, target, options, timeout_s=self.retries.timeout_s + entry.size_bytes / 2**20)
 
-        target, evicted = self._space.reserve(key, entry.size_bytes, entry.url)
+        target, evicted = self._space.reserve(place.key, entry.size_bytes, entry.url)
         self._count(evictions=evicted)
         try:
             retrying(f"fetching {entry.url}", attempt, self.retries, on_retry=lambda: self._count(retries=1))
             target.chmod(0o400)  # what somebody opened for writing by mistake would be wrong for all
-            self._space.publish(key, entry.size_bytes, target, path, link)
+            name = self._space.publish(place.key, entry.size_bytes, target, place.names, link)
         finally:
             self._space.cancel(target, entry.size_bytes)  # nothing, if it was published
         self._count(misses=1, fetched_bytes=entry.size_bytes)
+        return name
 
     def _evicting(self, entry: Entry, attempt: Callable[[], None]) -> None:
         """Call a function again, after an eviction, while the disk is full although the ledger does not think so."""
@@ -300,11 +321,8 @@ class Reading:
     def check(self, place: Place) -> bool:
         """Look whether a file is there, as large as it should be."""
         place.seen = None
-        try:
-            status = os.stat(place.path)  # noqa: PTH116 - pathlib takes twice as long
-        except FileNotFoundError:
-            return False
-        if status.st_size != place.size_bytes:
+        status = self._cache.find(place)
+        if status is None:
             return False
         _touch(place.path, status)
         place.seen = self._announcement.stamp
@@ -353,6 +371,11 @@ def _key(entry: Entry) -> str:
     return hashlib.sha256(
         f"{entry.url}\0{entry.path}\0{entry.size_bytes}\0{entry.version}".encode("utf-8", "surrogateescape")
     ).hexdigest()[:32]
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_of_root(root: str) -> str:
+    return hashlib.sha256(root.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _safe_path(path: str) -> str:

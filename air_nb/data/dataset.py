@@ -25,7 +25,7 @@ from air_nb.errors import DataError
 
 __all__ = ["FileDataset", "Files", "UCVolumeDataset"]
 
-_REMEMBERED = 2**16  # places of the first files in the cache: 25 MB at most, for 2 us of each hit
+_REMEMBERED = 2**16  # places of the first files in the cache: 35 MB at most, for 2 us of each hit
 
 
 class Files:

@@ -5,7 +5,8 @@
     <cache>/                     its lock: whoever changes the ledger, evicts, sweeps, or makes a directory of leases
         ledger                   see ledger.py; bytes of the objects and of downloads are exact again after each scan
         objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links = in use
-        paths/<key>/<path>       the same files by their own names: what users get
+        paths/<root>/<path>      the same files as they lie below their root: what users get
+        paths/<key>/<path>       those whose name there is another file's: an older version of it, mostly
         incoming/<key>.<bytes>   downloads: space is theirs before the first byte
         locks/<key>              held while its file is downloaded
         leases/<process>/<n>     see leases.py
@@ -21,9 +22,8 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,6 +66,7 @@ class _Stored:
     used_at_ns: int
     size_bytes: int
     links: int
+    inode: int
     key: str
 
 
@@ -122,9 +123,27 @@ class Space:
         """Where a file is kept."""
         return f"{self.directory}/objects/{key[:2]}/{key}"
 
-    def path_directory(self, key: str) -> str:
-        """Directory of the file under its own name."""
-        return f"{self.directory}/paths/{key}"
+    def names(self, key: str, root: str, path: str) -> tuple[str, str]:
+        """The two names that a file may have: that below its root and, where that is taken, one of its own.
+
+        Args:
+            key: Of the object.
+            root: What tells roots apart, not a key.
+            path: Its name below the root.
+        """
+        return f"{self.directory}/paths/{root}/{path}", f"{self.directory}/paths/{key}/{path}"
+
+    def is_named(self, key: str, name: os.stat_result) -> bool:
+        """Whether a name is that of an object, and not of another version of the file.
+
+        Args:
+            key: Of the object.
+            name: Status of the file that has the name.
+        """
+        try:
+            return os.path.samestat(os.stat(self.object_path(key)), name)  # noqa: PTH116 - pathlib takes twice as long
+        except FileNotFoundError:
+            return False
 
     def hold(self, path: str) -> int | None:
         """Keep a file from being evicted until the returned descriptor is unlocked and closed.
@@ -134,7 +153,7 @@ class Space:
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             if not try_lock(descriptor, shared=True):
@@ -180,40 +199,42 @@ class Space:
             time.sleep(poll_s)
         raise AssertionError(key)  # the polls never end
 
-    def publish(self, key: str, size_bytes: int, target: Path, path: str, link: str) -> None:
-        """Make a complete download an object under its own name, and lease it, before anybody can evict it.
+    def publish(self, key: str, size_bytes: int, target: Path, names: Sequence[str], link: str) -> str:
+        """Make a complete download an object, name it, and lease it, before anybody can evict it.
 
         Args:
             key: Of the object.
             size_bytes: What was reserved.
             target: What ``reserve`` returned.
-            path: Its name, in ``path_directory``.
+            names: Those that it may have.
             link: The link that is the lease.
+
+        Returns:
+            The name that it has.
         """
         with self._lock():
             target.rename(self.object_path(key))
             stored, incoming = self._read()
             self._ledger.set_sizes(stored + size_bytes, incoming - size_bytes)
-            self._name(key, path, link)
+            return self._name(key, names, link)
 
-    def adopt(self, key: str, size_bytes: int, path: str, link: str) -> bool:
+    def adopt(self, key: str, size_bytes: int, names: Sequence[str], link: str) -> str | None:
         """Name and lease an object that lacks its name: who published it was killed in between.
 
         Args:
             key: Of the object.
             size_bytes: What it should be.
-            path: Its name, in ``path_directory``.
+            names: Those that it may have.
             link: The link that is the lease.
 
         Returns:
-            False if it is not there, or not what it should be.
+            The name that it has; None if it is not there, or not what it should be.
         """
         with self._lock():  # an object without a name may also be one that is being evicted
             kept = Path(self.object_path(key))
             if not kept.exists() or kept.stat().st_size != size_bytes:
-                return False
-            self._name(key, path, link)
-            return True
+                return None
+            return self._name(key, names, link)
 
     def cancel(self, target: Path, size_bytes: int) -> None:
         """Give up a download."""
@@ -239,15 +260,20 @@ class Space:
             time.sleep(poll_s)
         raise AssertionError(size_bytes)  # the polls never end
 
-    def discard(self, key: str) -> None:
-        """Delete one object, whoever uses it: it is not what it should be. The caller holds the lock of its key."""
+    def discard(self, key: str, names: Sequence[str]) -> None:
+        """Delete one object, whoever uses it: it is not what it should be. The caller holds the lock of its key.
+
+        Args:
+            key: Of the object.
+            names: Those that it may have.
+        """
         with self._lock():
             file = Path(self.object_path(key))
             if not file.exists():
                 return
             size_bytes = file.stat().st_size
             self._ledger.count_eviction()
-            self._delete(key)
+            self._delete(key, [name for name in names if self._is_name(name, key)])
             stored_bytes, incoming_bytes = self._read()
             self._ledger.set_sizes(max(0, stored_bytes - size_bytes), incoming_bytes)
 
@@ -271,14 +297,34 @@ class Space:
     def _lock(self) -> contextlib.AbstractContextManager[None]:
         return lock_directory(self.directory, timeout_s=_LOCK_TIMEOUT_S)
 
-    def _name(self, key: str, path: str, link: str) -> None:
-        kept = self.object_path(key)
-        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if Path(path).exists() and not Path(path).samefile(kept):  # somebody has deleted the object, and not its name
-            Path(path).unlink()
-        with contextlib.suppress(FileExistsError):
-            os.link(kept, path)
-        os.link(kept, link)
+    def _name(self, key: str, names: Sequence[str], link: str) -> str:
+        """Give an object the first name that it can have, unless it has one, and lease it."""
+        name = next((name for name in names if self._is_name(name, key)), None)
+        if name is None:
+            name = next(name for name in names if self._take_name(key, name, is_last=name == names[-1]))
+        os.link(self.object_path(key), link)
+        return name
+
+    def _is_name(self, name: str, key: str) -> bool:
+        try:
+            return self.is_named(key, Path(name).stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _take_name(self, key: str, name: str, *, is_last: bool) -> bool:
+        """Give an object a name; False if it is another's. The last one is its own, whatever has it."""
+        path = Path(name)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.is_file() and (is_last or path.stat().st_nlink == 1):  # somebody has deleted the object of the name
+                self._ledger.count_eviction()
+                path.unlink()
+            os.link(self.object_path(key), name)
+        except (FileExistsError, NotADirectoryError):  # in a store a name may also be that of a directory
+            if is_last:
+                raise
+            return False
+        return True
 
     def _read(self) -> tuple[int, int]:
         sizes = self._ledger.sizes()
@@ -315,6 +361,7 @@ class Space:
         count = busy_bytes = 0
         self._ledger.count_eviction()
         reading = being_read(self.directory)
+        names = self._all_names()
         stored, incoming = self._read()
         spare = int(_SLACK * stored)
         for file in sorted(files, key=lambda file: file.used_at_ns):
@@ -322,7 +369,7 @@ class Space:
                 break
             if file.links > _OWN_LINKS:
                 continue
-            if file.key in reading or not self._delete_unused(file.key):
+            if file.key in reading or not self._delete_unused(file.key, names.get(file.inode, ())):
                 busy_bytes += file.size_bytes
                 continue
             size_bytes -= file.size_bytes
@@ -333,21 +380,43 @@ class Space:
             self._ledger.ask_for_room(2 * _LONGEST_POLL_S)
         return count, busy_bytes
 
-    def _delete_unused(self, key: str) -> bool:
+    def _delete_unused(self, key: str, names: Iterable[str]) -> bool:
         """Delete an object unless somebody leases it: not waited for, it may be this very thread."""
         descriptor = os.open(self.object_path(key), os.O_RDONLY | os.O_CLOEXEC)
         try:
             if not try_lock(descriptor) or os.fstat(descriptor).st_nlink > _OWN_LINKS:
                 return False
-            self._delete(key)
+            self._delete(key, names)
             return True
         finally:
             unlock_and_close(descriptor)
 
-    def _delete(self, key: str) -> None:
+    def _delete(self, key: str, names: Iterable[str]) -> None:
         # An object without a name is found by the next scan, a name without an object is not: so in this order.
-        shutil.rmtree(self.path_directory(key), ignore_errors=True)
+        for name in names:
+            Path(name).unlink(missing_ok=True)
+            self._remove_empty(Path(name).parent)
         Path(self.object_path(key)).unlink(missing_ok=True)
+
+    def _remove_empty(self, directory: Path) -> None:
+        """Delete a directory of names, and those above it, as far as nothing is in them."""
+        top = Path(self.directory, "paths")
+        with contextlib.suppress(OSError):  # not empty
+            while directory != top:
+                directory.rmdir()
+                directory = directory.parent
+
+    def _all_names(self) -> dict[int, list[str]]:
+        """The names of all files, by inode."""
+        names: dict[int, list[str]] = {}
+        waiting = [f"{self.directory}/paths"]
+        while waiting:
+            for entry in os.scandir(waiting.pop()):
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    names.setdefault(entry.stat(follow_symlinks=False).st_ino, []).append(entry.path)
+        return names
 
     def _scan(self) -> list[_Stored]:
         """Look at all there is, and write the ledger anew."""
@@ -360,7 +429,7 @@ class Space:
         for stripe in os.scandir(f"{self.directory}/objects"):
             for entry in os.scandir(stripe.path):
                 status = entry.stat()
-                yield _Stored(status.st_atime_ns, status.st_size, status.st_nlink, entry.name)
+                yield _Stored(status.st_atime_ns, status.st_size, status.st_nlink, status.st_ino, entry.name)
 
     def _sweep_incoming(self) -> int:
         """Delete the downloads and locks of processes that have died; returns how many."""
@@ -388,11 +457,12 @@ class Space:
 
         After a power cut such a file may have its right size and be full of zeros.
         """
-        fetched_at = {file.key: Path(self.object_path(file.key)).stat().st_mtime for file in self._stored()}
+        fetched_at = {file: Path(self.object_path(file.key)).stat().st_mtime for file in self._stored()}
         last = max(fetched_at.values(), default=0.0)
-        for key, at in fetched_at.items():
+        names = self._all_names()
+        for file, at in fetched_at.items():
             if at > last - _UNSYNCED_S:
-                self._delete(key)
+                self._delete(file.key, names.get(file.inode, ()))
         if fetched_at:
             self._scan()
 

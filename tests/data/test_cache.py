@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import resource
@@ -93,6 +94,107 @@ def test_a_changed_file_is_fetched_anew(make_cache, source, entries):
     changed = next(iter(list_files(source)))
     lease = cache.lease(changed)
     assert Path(lease.path).read_bytes() == b"new" * 333 + b"!"
+
+
+def _change(source: Path, entry: Entry, content_now: bytes) -> Entry:
+    """Another file of the same name and size."""
+    path = source / entry.path
+    path.write_bytes(content_now)
+    os.utime(path, (1, int(content_now[0])))
+    [changed] = [one for one in list_files(source) if one.path == entry.path]
+    assert (changed.size_bytes, changed.version != entry.version) == (entry.size_bytes, True)
+    return changed
+
+
+def test_versions_of_a_file_are_there_at_once_each_with_its_content_and_go_one_by_one(make_cache, source, entries):
+    cache = make_cache()
+    old_content = content(entries[0].path, _SIZE)
+    leases, places, contents = [], [], [old_content, b"1" * _SIZE, b"2" * _SIZE]
+    for number, content_then in enumerate(contents):
+        entry = _change(source, entries[0], content_then) if number else entries[0]
+        leases.append(cache.lease(entry))
+        places.append(cache.place(entry))
+    for one in (cache, make_cache()):
+        with one.reading(places) as reading:
+            assert [Path(path).read_bytes() for path in reading.paths()] == contents
+    assert len({lease.path for lease in leases}) == 3
+    for lease in leases:
+        assert lease.path.endswith("/" + entries[0].path)
+        lease.release()
+        assert cache._space.evict(1) == 1
+        assert not Path(lease.path).exists()
+    assert list(Path(cache.directory, "paths").rglob("*")) == []
+    lease = cache.lease(_change(source, entries[0], b"3" * _SIZE))
+    assert lease.path == leases[0].path  # below its root, which is free again
+
+
+@pytest.mark.parametrize("how", ["evicted", "deleted by hand"])
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_who_knows_an_older_version_is_not_given_a_newer_one_of_the_same_name_and_size(
+    make_cache, source, entries, is_seen, how
+):
+    cache, other = make_cache(), make_cache()
+    [place] = _fill(cache, entries[:1])
+    if is_seen:
+        with cache.reading([place]) as reading:
+            assert list(reading.paths()) == [place.path]
+    if how == "evicted":
+        assert other._space.evict(1) == 1
+    else:
+        Path(other._space.object_path(place.key)).unlink()
+    lease = other.lease(_change(source, entries[0], b"1" * _SIZE))
+    assert lease.path == place.path
+    with cache.reading([place]) as reading:
+        assert list(reading.paths()) == []
+    assert cache._try_lease(cache._connect(), place) is None
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_name_may_once_be_that_of_a_file_and_once_that_of_a_directory(make_cache, tmp_path, first):
+    cache, names = make_cache(), ["both", "both/below", "both/below/it"]  # in a store even at the same time
+    entries = [Entry(str(tmp_path / "root" / name), name, len(name), "1") for name in names]
+    for entry in entries[first:] + entries[:first]:
+        shutil.rmtree(tmp_path / "root", ignore_errors=True)
+        Path(entry.url).parent.mkdir(parents=True)
+        Path(entry.url).write_text(entry.path)
+        cache.lease(entry).release()
+    for one in (cache, make_cache()):
+        with one.reading([one.place(entry) for entry in entries]) as reading:
+            assert [Path(path).read_text() for path in reading.paths()] == names
+        for entry in entries:
+            assert Path(one.lease(entry).path).read_text() == entry.path
+    assert cache.metrics().misses == 3
+    for _ in entries:
+        assert cache._space.evict(1) == 1
+    assert list(Path(cache.directory, "paths").rglob("*")) == []
+
+
+def test_a_file_that_has_a_name_and_could_not_be_leased_gets_no_second_one(make_cache, entries, monkeypatch):
+    cache = make_cache()
+    cache.lease(entries[0]).release()
+    link, refusals = os.link, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def link_or_refuse(source: str, target: str) -> None:
+        if "/leases/" in target and refusals:
+            raise refusals.pop()
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_or_refuse)
+    lease = cache.lease(entries[1])  # evicts the other one, and tries again
+    assert Path(lease.path).read_bytes() == content(entries[1].path, _SIZE)
+    lease.release()
+    assert refusals == []
+    assert cache._space.evict(1) == 1
+
+
+def test_the_directories_of_names_are_those_of_the_root(make_cache, source, entries):
+    cache = make_cache()
+    _fill(cache, entries)
+    directories = [path for path in Path(cache.directory, "paths").glob("*/**/") if path.is_dir()]
+    assert len(directories) == len({Path(entry.path).parent for entry in entries}) + 1
+    for lease in [cache.lease(entry) for entry in entries]:
+        lease.release()
+    assert cache.metrics().misses == len(entries)
 
 
 def _cut(kept: Path) -> None:
