@@ -155,7 +155,7 @@ class Cache:
         """Where a file is, if it is there."""
         key = _key(entry)
         root = _digest_of_root(entry.url.removesuffix(entry.path))
-        return Place(key, self._space.names(key, root, _safe_path(entry.path)), entry.size_bytes)
+        return Place(key, self._space.names.possible(key, root, _safe_path(entry.path)), entry.size_bytes)
 
     def find(self, place: Place) -> os.stat_result | None:
         """Look whether a file is there, as large as it should be; the place has its name then."""
@@ -164,7 +164,7 @@ class Cache:
                 status = os.stat(name)  # noqa: PTH116 - pathlib takes twice as long
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            if status.st_size == place.size_bytes and self._space.is_named(place.key, status):
+            if status.st_size == place.size_bytes and self._space.names.is_of(place.key, status):
                 place.path = name
                 return status
         return None
@@ -193,10 +193,10 @@ class Cache:
                 continue
             try:
                 status = os.fstat(descriptor)  # of the very file that can't go any more
-                if status.st_size == place.size_bytes and self._space.is_named(place.key, status):
+                if status.st_size == place.size_bytes and self._space.names.is_of(place.key, status):
                     _touch(name, status)
                     link = owner.new_name()
-                    os.link(self._space.object_path(place.key), link)
+                    os.link(self._space.names.object_path(place.key), link)
                     place.path = name
                     return Lease(name, link, owner)
             finally:
@@ -204,7 +204,7 @@ class Cache:
         return None
 
     def _lease_missing(self, owner: Owner, place: Place, entry: Entry, options: Mapping[str, Any]) -> Lease:
-        Path(self._space.object_path(place.key)).parent.mkdir(mode=0o700, exist_ok=True)
+        Path(self._space.names.object_path(place.key)).parent.mkdir(mode=0o700, exist_ok=True)
         link = owner.new_name()
         with lock_file(f"{self.directory}/locks/{place.key}", timeout_s=self._patience_s(entry)):
             lease = self._try_lease(owner, place)

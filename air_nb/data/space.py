@@ -5,8 +5,8 @@
     <cache>/                     its lock: whoever changes the ledger, evicts, sweeps, or makes a directory of leases
         ledger                   see ledger.py; bytes of the objects and of downloads are exact again after each scan
         objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links = in use
-        paths/<root>/<path>      the same files as they lie below their root: what users get
-        paths/<key>/<path>       those whose name there is another file's: an older version of it, mostly
+        paths/<root>/<path>      the same files as they lie below their root: what users get; see names.py
+        paths/<key>/<path>       those whose name there is another one's: an older version's, mostly
         incoming/<key>.<bytes>   downloads: space is theirs before the first byte
         locks/<key>              held while its file is downloaded
         leases/<process>/<n>     see leases.py
@@ -30,6 +30,7 @@ from pathlib import Path
 from air_nb.data.leases import LEASES, being_read, sweep_leases
 from air_nb.data.ledger import Ledger
 from air_nb.data.locks import lock_directory, try_lock, unlock_and_close, wait_for_lock
+from air_nb.data.names import Names
 from air_nb.errors import DataError
 
 __all__ = ["Limits", "Space"]
@@ -100,12 +101,16 @@ class Space:
     Args:
         directory: The cache, a private directory on a disk of this node.
         limits: What it may use.
+
+    Attributes:
+        names: Of its files.
     """
 
     def __init__(self, directory: str, limits: Limits) -> None:
         self.directory = directory
         self.limits = limits
         self._ledger = Ledger(directory)
+        self.names = Names(directory, self._ledger)
 
     def open(self) -> None:
         """Make what is not there yet, and delete what killed processes left."""
@@ -118,32 +123,6 @@ class Space:
                 Path(self.directory, "boot").write_text(_BOOT_ID.read_text())
             if self._sweep_incoming() or not self._ledger.path.exists():
                 self._scan()
-
-    def object_path(self, key: str) -> str:
-        """Where a file is kept."""
-        return f"{self.directory}/objects/{key[:2]}/{key}"
-
-    def names(self, key: str, root: str, path: str) -> tuple[str, str]:
-        """The two names that a file may have: that below its root and, where that is taken, one of its own.
-
-        Args:
-            key: Of the object.
-            root: What tells roots apart, not a key.
-            path: Its name below the root.
-        """
-        return f"{self.directory}/paths/{root}/{path}", f"{self.directory}/paths/{key}/{path}"
-
-    def is_named(self, key: str, name: os.stat_result) -> bool:
-        """Whether a name is that of an object, and not of another version of the file.
-
-        Args:
-            key: Of the object.
-            name: Status of the file that has the name.
-        """
-        try:
-            return os.path.samestat(os.stat(self.object_path(key)), name)  # noqa: PTH116 - pathlib takes twice as long
-        except FileNotFoundError:
-            return False
 
     def hold(self, path: str) -> int | None:
         """Keep a file from being evicted until the returned descriptor is unlocked and closed.
@@ -213,10 +192,10 @@ class Space:
             The name that it has.
         """
         with self._lock():
-            target.rename(self.object_path(key))
+            target.rename(self.names.object_path(key))
             stored, incoming = self._read()
             self._ledger.set_sizes(stored + size_bytes, incoming - size_bytes)
-            return self._name(key, names, link)
+            return self._lease(key, names, link)
 
     def adopt(self, key: str, size_bytes: int, names: Sequence[str], link: str) -> str | None:
         """Name and lease an object that lacks its name: who published it was killed in between.
@@ -231,10 +210,10 @@ class Space:
             The name that it has; None if it is not there, or not what it should be.
         """
         with self._lock():  # an object without a name may also be one that is being evicted
-            kept = Path(self.object_path(key))
+            kept = Path(self.names.object_path(key))
             if not kept.exists() or kept.stat().st_size != size_bytes:
                 return None
-            return self._name(key, names, link)
+            return self._lease(key, names, link)
 
     def cancel(self, target: Path, size_bytes: int) -> None:
         """Give up a download."""
@@ -268,12 +247,12 @@ class Space:
             names: Those that it may have.
         """
         with self._lock():
-            file = Path(self.object_path(key))
+            file = Path(self.names.object_path(key))
             if not file.exists():
                 return
             size_bytes = file.stat().st_size
             self._ledger.count_eviction()
-            self._delete(key, [name for name in names if self._is_name(name, key)])
+            self.names.delete(key, self.names.of(key, names))
             stored_bytes, incoming_bytes = self._read()
             self._ledger.set_sizes(max(0, stored_bytes - size_bytes), incoming_bytes)
 
@@ -297,34 +276,11 @@ class Space:
     def _lock(self) -> contextlib.AbstractContextManager[None]:
         return lock_directory(self.directory, timeout_s=_LOCK_TIMEOUT_S)
 
-    def _name(self, key: str, names: Sequence[str], link: str) -> str:
-        """Give an object the first name that it can have, unless it has one, and lease it."""
-        name = next((name for name in names if self._is_name(name, key)), None)
-        if name is None:
-            name = next(name for name in names if self._take_name(key, name, is_last=name == names[-1]))
-        os.link(self.object_path(key), link)
+    def _lease(self, key: str, names: Sequence[str], link: str) -> str:
+        """Name an object, and lease it."""
+        name = self.names.give(key, names)
+        os.link(self.names.object_path(key), link)
         return name
-
-    def _is_name(self, name: str, key: str) -> bool:
-        try:
-            return self.is_named(key, Path(name).stat())
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-    def _take_name(self, key: str, name: str, *, is_last: bool) -> bool:
-        """Give an object a name; False if it is another's. The last one is its own, whatever has it."""
-        path = Path(name)
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if path.is_file() and (is_last or path.stat().st_nlink == 1):  # somebody has deleted the object of the name
-                self._ledger.count_eviction()
-                path.unlink()
-            os.link(self.object_path(key), name)
-        except (FileExistsError, NotADirectoryError):  # in a store a name may also be that of a directory
-            if is_last:
-                raise
-            return False
-        return True
 
     def _read(self) -> tuple[int, int]:
         sizes = self._ledger.sizes()
@@ -361,7 +317,7 @@ class Space:
         count = busy_bytes = 0
         self._ledger.count_eviction()
         reading = being_read(self.directory)
-        names = self._all_names()
+        names = self.names.all()
         stored, incoming = self._read()
         spare = int(_SLACK * stored)
         for file in sorted(files, key=lambda file: file.used_at_ns):
@@ -382,41 +338,14 @@ class Space:
 
     def _delete_unused(self, key: str, names: Iterable[str]) -> bool:
         """Delete an object unless somebody leases it: not waited for, it may be this very thread."""
-        descriptor = os.open(self.object_path(key), os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self.names.object_path(key), os.O_RDONLY | os.O_CLOEXEC)
         try:
             if not try_lock(descriptor) or os.fstat(descriptor).st_nlink > _OWN_LINKS:
                 return False
-            self._delete(key, names)
+            self.names.delete(key, names)
             return True
         finally:
             unlock_and_close(descriptor)
-
-    def _delete(self, key: str, names: Iterable[str]) -> None:
-        # An object without a name is found by the next scan, a name without an object is not: so in this order.
-        for name in names:
-            Path(name).unlink(missing_ok=True)
-            self._remove_empty(Path(name).parent)
-        Path(self.object_path(key)).unlink(missing_ok=True)
-
-    def _remove_empty(self, directory: Path) -> None:
-        """Delete a directory of names, and those above it, as far as nothing is in them."""
-        top = Path(self.directory, "paths")
-        with contextlib.suppress(OSError):  # not empty
-            while directory != top:
-                directory.rmdir()
-                directory = directory.parent
-
-    def _all_names(self) -> dict[int, list[str]]:
-        """The names of all files, by inode."""
-        names: dict[int, list[str]] = {}
-        waiting = [f"{self.directory}/paths"]
-        while waiting:
-            for entry in os.scandir(waiting.pop()):
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                else:
-                    names.setdefault(entry.stat(follow_symlinks=False).st_ino, []).append(entry.path)
-        return names
 
     def _scan(self) -> list[_Stored]:
         """Look at all there is, and write the ledger anew."""
@@ -457,12 +386,12 @@ class Space:
 
         After a power cut such a file may have its right size and be full of zeros.
         """
-        fetched_at = {file: Path(self.object_path(file.key)).stat().st_mtime for file in self._stored()}
+        fetched_at = {file: Path(self.names.object_path(file.key)).stat().st_mtime for file in self._stored()}
         last = max(fetched_at.values(), default=0.0)
-        names = self._all_names()
+        names = self.names.all()
         for file, at in fetched_at.items():
             if at > last - _UNSYNCED_S:
-                self._delete(file.key, names.get(file.inode, ()))
+                self.names.delete(file.key, names.get(file.inode, ()))
         if fetched_at:
             self._scan()
 

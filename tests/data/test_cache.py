@@ -23,7 +23,8 @@ from air_nb.data.files import list_files
 from air_nb.data.leases import Owner, being_read
 from air_nb.data.locks import lock_directory
 from air_nb.data.manifest import Entry
-from air_nb.data.space import Limits, Space
+from air_nb.data.names import Names
+from air_nb.data.space import Limits
 from air_nb.errors import DataError
 from tests.support import cache_processes
 from tests.support.cache_processes import content, disk_bytes, started, write_files
@@ -141,7 +142,7 @@ def test_who_knows_an_older_version_is_not_given_a_newer_one_of_the_same_name_an
     if how == "evicted":
         assert other._space.evict(1) == 1
     else:
-        Path(other._space.object_path(place.key)).unlink()
+        Path(other._space.names.object_path(place.key)).unlink()
     lease = other.lease(_change(source, entries[0], b"1" * _SIZE))
     assert lease.path == place.path
     with cache.reading([place]) as reading:
@@ -543,10 +544,10 @@ def test_a_file_of_two_roots_can_be_evicted(make_cache, source):
 def test_an_object_that_was_deleted_by_hand_gets_its_name_back(make_cache, entries):
     cache = make_cache()
     lease = cache.lease(entries[0])
-    Path(cache._space.object_path(cache.place(entries[0]).key)).unlink()
+    Path(cache._space.names.object_path(cache.place(entries[0]).key)).unlink()
     lease.release()
     lease = cache.lease(entries[0])
-    kept = Path(cache._space.object_path(cache.place(entries[0]).key))
+    kept = Path(cache._space.names.object_path(cache.place(entries[0]).key))
     assert Path(lease.path).samefile(kept)
     assert Path(lease.path).read_bytes() == content(entries[0].path, _SIZE)
 
@@ -556,7 +557,7 @@ def test_a_start_that_is_killed_before_it_has_discarded_what_is_suspect_is_repea
     lease = cache.lease(entries[0])
     Path(cache.directory, "boot").write_text("another boot")
     with monkeypatch.context() as patched:
-        patched.setattr(Space, "_delete", lambda *_: 1 / 0)
+        patched.setattr(Names, "delete", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_cache()._connect()
     make_cache()._connect()
@@ -699,7 +700,7 @@ def test_a_process_killed_in_a_download_leaves_nothing(make_cache, entries, is_r
 def test_downloads_that_a_power_cut_may_have_emptied_are_not_trusted(make_cache, entries):
     cache = make_cache()
     old, new = cache.lease(entries[0]), cache.lease(entries[1])
-    kept = cache._space.object_path
+    kept = cache._space.names.object_path
     from air_nb.data.cache import _key
 
     os.utime(kept(_key(entries[0])), (1, 1))
