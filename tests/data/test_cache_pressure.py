@@ -127,6 +127,32 @@ def test_processes_killed_at_any_moment_leave_nothing_that_the_next_start_does_n
     assert disk_bytes(Path(cache.directory)) == cache._space._read()[0]
 
 
+@pytest.mark.parametrize("are_killed", [False, True])
+def test_versions_of_files_that_processes_want_at_once_never_take_each_others_place(tmp_path, are_killed):
+    size_bytes, paths = 3000, ["a", "a/b", "a/b/c", "d/e", "d/f", "g", "h/i/j", "k"]
+    cache = Cache(tmp_path / "cache", limits=Limits(max_bytes=14 * size_bytes, min_free_bytes=0, patience_s=120))
+    rounds = 10_000 if are_killed else 300
+    chance = Random(7)
+    for _ in range(2 if are_killed else 1):
+        with started(4, cache_processes.use_versions_at_random, cache, paths, rounds, size_bytes) as running:
+            for _, connection in running:
+                connection.send("go")
+            if are_killed:
+                for process, _ in running:
+                    time.sleep(chance.uniform(0.4, 1.2))
+                    assert process.is_alive()  # it has found nothing wrong
+                    process.kill()
+            else:
+                assert sum(connection.recv().evictions for _, connection in running) > 100
+    cache._connect()
+    with cache._space._lock():
+        files, names = list(cache._space._stored()), cache._space.names.all()
+    unnamed = {file.inode for file in files} - set(names)  # their processes were killed just then
+    assert len(unnamed) == len(files) - len(names) <= (8 if are_killed else 0)
+    assert all(len(of_one) == 1 for of_one in names.values())
+    assert sum(file.size_bytes for file in files) <= 14 * size_bytes
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 4 MiB."""

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -17,6 +18,7 @@ from typing import Any
 
 from air_nb.data.cache import Cache
 from air_nb.data.files import list_files
+from air_nb.data.leases import Lease
 from air_nb.data.locks import lock_directory
 from air_nb.data.manifest import Entry
 from air_nb.data.space import Limits
@@ -32,6 +34,8 @@ __all__ = [
     "read_at_random",
     "started",
     "use_at_random",
+    "use_versions_at_random",
+    "version_of",
     "write_files",
 ]
 
@@ -107,6 +111,45 @@ def use_at_random(connection: Connection, number: int, cache: Cache, root: str, 
         for lease in leases:
             lease.release()
     connection.send((largest, cache.metrics()))
+
+
+def version_of(path: str, version: str, size_bytes: int) -> Entry:
+    """One of several versions of a file; they have one size."""
+    return Entry(f"/versions/{path}", path, size_bytes, version)
+
+
+def use_versions_at_random(
+    connection: Connection, number: int, cache: Cache, paths: list[str], n_rounds: int, size_bytes: int
+) -> None:
+    """Lease, hold and read versions of files, and look whether each is there with its own content.
+
+    The source is made up: it has all versions at once.
+    """
+    from air_nb.data import remote
+
+    def download(entry: Entry, target: Path, *_: Any, **__: Any) -> None:
+        target.write_bytes(content(entry.path + entry.version, entry.size_bytes))
+
+    remote.download = download
+    chance = Random(number)
+    held: deque[tuple[Lease, Entry]] = deque(maxlen=2)  # what falls out is released
+
+    def right(entry: Entry, path: str) -> bool:
+        return Path(path).read_bytes() == content(entry.path + entry.version, size_bytes)
+
+    connection.recv()
+    for _ in range(n_rounds):
+        entries = [version_of(chance.choice(paths), str(chance.randrange(3)), size_bytes) for _ in range(6)]
+        held.append((cache.lease(entries[0]), entries[0]))
+        assert all(right(entry, lease.path) for lease, entry in held)
+        with cache.reading([cache.place(entry) for entry in entries]) as reading:
+            first = 0
+            while first < len(entries):
+                for path in reading.paths(first):
+                    assert right(entries[first], path)
+                    first += 1
+                first += 1
+    connection.send(cache.metrics())
 
 
 def read_at_random(connection: Connection, number: int, cache: Cache, root: str, n_batches: int, rows: int) -> None:
