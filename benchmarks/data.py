@@ -14,6 +14,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,14 +122,13 @@ def _options(workers: int) -> dict[str, Any]:
     return {"batch_size": _BATCH, "num_workers": workers, "persistent_workers": workers > 0}
 
 
-def _speeds(loader: Any, n_files: int, epochs: int) -> Iterator[float]:
-    """Files per second of each epoch; that of the first includes the start of the loader workers."""
-    for _ in range(epochs):
-        started = time.perf_counter()
-        n_batches = sum(1 for _ in loader)
-        taken_s = time.perf_counter() - started
-        assert n_batches * _BATCH >= n_files, f"{n_batches} batches of {n_files} files"
-        yield n_files / taken_s
+def _speed(loader: Any, n_files: int) -> float:
+    """Files per second of one epoch; that of the first includes the start of the loader workers."""
+    started = time.perf_counter()
+    n_batches = sum(1 for _ in loader)
+    taken_s = time.perf_counter() - started
+    assert n_batches * _BATCH >= n_files, f"{n_batches} batches of {n_files} files"
+    return n_files / taken_s
 
 
 def _steady_memory() -> None:
@@ -146,30 +146,76 @@ def _steady_memory() -> None:
     torch.set_num_threads(1)
 
 
-def _epochs(tool: str, loader: Any, n_files: int, *, cached: bool = False) -> list[Taken]:
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One way to read the files.
+
+    Attributes:
+        tool: Whose loader it is.
+        loader: It.
+        cached: Whether it reads through a cache, which the first epoch fills.
+        more: What else it is called.
+    """
+
+    tool: str
+    loader: Any
+    cached: bool = False
+    more: str = ""
+
+    def taken(self, speeds: Sequence[float]) -> Iterator[Taken]:
+        """What is said of its epochs."""
+        first, *later = speeds
+        whats = ("first epoch, filling the cache", _FROM_CACHE) if self.cached else ("first epoch", _LATER)
+        for what, value in zip(whats, (first, statistics.median(later)), strict=True):
+            yield Taken(what + self.more, self.tool, value, "files/s")
+
+
+def _in_turn(ways: Sequence[_Way], n_files: int, turn: int = 0) -> list[Taken]:
+    """Epochs of all ways in one process, in turn.
+
+    What memory a process happens to have makes the very same loader a quarter faster or slower than in the next one.
+    """
     _steady_memory()
-    first, *later = _speeds(loader, n_files, _EPOCHS)
-    whats = ("first epoch, filling the cache", _FROM_CACHE) if cached else ("first epoch", _LATER)
-    values = (first, statistics.median(later))
-    return [Taken(what, tool, value, "files/s") for what, value in zip(whats, values, strict=True)]
+    speeds: dict[int, list[float]] = {number: [] for number in range(len(ways))}
+    with contextlib.redirect_stderr(io.StringIO()):  # how far the downloads are
+        for epoch in range(_EPOCHS):
+            for place in range(len(ways)):
+                number = (place + epoch + turn) % len(ways)
+                speeds[number].append(_speed(ways[number].loader, n_files))
+    return [one for number, way in enumerate(ways) for one in way.taken(speeds[number])]
 
 
-def _with_torch(directory: Path, workers: int) -> list[Taken]:
+def _of_torch(directory: Path, workers: int) -> _Way:
     from torch.utils.data import DataLoader
 
     dataset: Any = _Paths(directory)
-    return _epochs(_TORCH, DataLoader(dataset, shuffle=True, **_options(workers)), len(dataset))
+    return _Way(_TORCH, DataLoader(dataset, shuffle=True, **_options(workers)))
 
 
-def _with_ours(directory: Path, cache: Path | None, workers: int, seeded: bool) -> list[Taken]:  # noqa: FBT001
+def _of_ours(directory: Path, cache: Path | None, workers: int, *, seeded: bool = True) -> _Way:
     from air_nb.data import DataLoader, FileDataset
     from air_nb.data.cache import Cache
 
     dataset = FileDataset(directory, decode=_decode, shuffle=True, cache=None if cache is None else Cache(cache))
     loader = DataLoader(dataset, seed_examples=seeded, **_options(workers))
-    with contextlib.redirect_stderr(io.StringIO()):  # how far the downloads are
-        taken = _epochs(OURS, loader, len(dataset), cached=cache is not None)
-    return taken if seeded else [Taken(one.what + _UNSEEDED, one.tool, one.value, one.unit) for one in taken]
+    return _Way(OURS, loader, cached=cache is not None, more="" if seeded else _UNSEEDED)
+
+
+def _all_local(directory: Path, caches: Path, workers: int, turn: int) -> list[Taken]:
+    ways = [_of_torch(directory, workers)]
+    for seeded in (True, False):
+        ways.append(_of_ours(directory, None, workers, seeded=seeded))
+        ways.append(_of_ours(directory, caches / str(seeded), workers, seeded=seeded))
+    return _in_turn(ways, len(_Paths(directory)), turn)
+
+
+def _with_torch(directory: Path, workers: int) -> list[Taken]:
+    return _in_turn([_of_torch(directory, workers)], len(_Paths(directory)))
+
+
+def _with_ours(directory: Path, cache: Path, workers: int) -> list[Taken]:
+    way = _of_ours(directory, cache, workers)
+    return _in_turn([way], len(way.loader.dataset))
 
 
 # ----------------------------------------------------------------------------------------------------- local files
@@ -192,10 +238,9 @@ def _local(report: Report, settings: Settings, kind: str, n_files: int) -> None:
 
 def _one_round(home: Path, peers: Sequence[str], workers: int, repeat: int) -> list[Taken]:
     files = home / "files"
-    jobs: list[tuple[Any, ...]] = [(_with_torch, files, workers)]
-    for seeded in (True, False):
-        jobs.append((_with_ours, files, None, workers, seeded))
-        jobs.append((_with_ours, files, home / f"cache_{repeat}_{workers}_{seeded}", workers, seeded))
+    caches = home / f"caches_{repeat}_{workers}"
+    caches.mkdir()
+    jobs: list[tuple[Any, ...]] = [(_all_local, files, caches, workers, repeat)]
     jobs += [(_with_peer, peer, home / peer, workers) for peer in peers]
     by_job = [in_fresh_process(*job) for job in (jobs if repeat % 2 == 0 else jobs[::-1])]
     return list(_side_by_side([one for of_job in by_job for one in of_job]))
@@ -279,7 +324,7 @@ def _with_peer(module: str, source: Path, workers: int) -> list[Taken]:
 
             dataset = Decoded(local=str(source), shuffle=True, batch_size=_BATCH)
             loader = DataLoader(dataset, **_options(workers))
-    return _epochs(_PEERS[module], loader, n_files)
+    return _in_turn([_Way(_PEERS[module], loader)], n_files)
 
 
 # ---------------------------------------------------------------------------------------------------- a slow source
@@ -306,7 +351,7 @@ def _mounted(report: Report, settings: Settings, n_files: int) -> None:
                 cache = home / f"cache_{repeat}_{workers}"
                 jobs: list[tuple[Any, ...]] = [
                     (_with_torch, mount / "files", workers),
-                    (_with_ours, mount / "files", cache, workers, True),
+                    (_with_ours, mount / "files", cache, workers),
                 ]
                 by_job = [in_fresh_process(*job) for job in (jobs if repeat % 2 == 0 else jobs[::-1])]
                 taken = _side_by_side([one for of_job in by_job for one in of_job])
