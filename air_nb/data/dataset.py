@@ -5,7 +5,6 @@ Under ``air_nb.data.DataLoader`` they are read in batches; a plain torch DataLoa
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +74,11 @@ class Files:
     @property
     def is_plain(self) -> bool:
         """Whether an item is what this class makes of it: a subclass may have a ``__getitem__`` of its own."""
-        return _is_plain(type(self))  # type: ignore[arg-type]  # mypy asks whether its instances can be hashed
+        kind = type(self)
+        return kind is FileDataset or all(
+            getattr(kind, name, None) in {getattr(FileDataset, name), getattr(Dataset, name, None)}
+            for name in ("__getitem__", "__getitems__")
+        )
 
     def leased(self, index: int) -> tuple[Any, Lease | None]:
         """One item, and the lease of its file if the item is a path of the cache: release it when the batch is done.
@@ -323,11 +326,3 @@ class UCVolumeDataset(Files, IterableDataset[str]):
             )
             raise DataError(msg)
         self._skip = self._yielded = int(state["yielded"])
-
-
-@functools.lru_cache(maxsize=64)  # of each batch; a notebook defines classes anew
-def _is_plain(kind: type[Files]) -> bool:
-    return all(
-        getattr(kind, name, None) in {getattr(FileDataset, name), getattr(Dataset, name, None)}
-        for name in ("__getitem__", "__getitems__")
-    )

@@ -64,6 +64,8 @@ class Feed:
             options: For torch.
         """
         self._source = source
+        self._answers: Any = None
+        self._at_exit: Finalize | None = None
         self._name: Callable[[Any, int], str] = _nothing
         self._num_workers = options.num_workers
         self._requests = _Requests()
@@ -77,8 +79,6 @@ class Feed:
             generator=self._generator,  # else starting a pass would draw from the generator of the model
             **options.arguments,
         )
-        self._answers: Any = None
-        self._at_exit: Finalize | None = None
         self._measured = False
 
     def open(self, requests: Iterator[Any], seed: int, name: Callable[[Any, int], str]) -> None:
@@ -119,13 +119,9 @@ class Feed:
 
         Raises:
             DataError: A loader worker died.
-            Exception: What a user's ``collate_fn`` raised; a RuntimeError for StopIteration, as generators do it.
+            Exception: What a user's ``collate_fn`` raised.
         """
-        try:
-            answer: Delivery = self._next_of_workers() if self._num_workers else next(self._answers)
-        except StopIteration as error:  # passes know how many requests there are
-            msg = "collate_fn raised StopIteration, which would end the epoch unnoticed"
-            raise RuntimeError(msg) from error
+        answer: Delivery = self._next_of_workers() if self._num_workers else next(self._answers)
         if self._requests.sent:
             self._requests.sent.popleft()
         return answer

@@ -35,7 +35,8 @@ class Figures:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._lock = threading.RLock()  # an iterator that is collected just now ends its pass
+        self._lock = threading.RLock()  # an iterator that is collected while a batch is counted ends its pass
+        self._is_counting = False
         self._batches = self._fetched_bytes = 0
         self._clear(None)
 
@@ -54,6 +55,7 @@ class Figures:
             cache: What the cache did for it.
         """
         with self._lock:
+            self._is_counting = True
             if self._since_s is None:
                 self._since_s = asked_at_s
             wait_s = given_at_s - asked_at_s
@@ -68,12 +70,18 @@ class Figures:
             if given_at_s - self._since_s >= self._every_s:
                 self._tell(given_at_s)
                 self._clear(given_at_s)
+            self._is_counting = False
 
     def end_pass(self) -> None:
-        """A pass is over, or was left: tell what was not told yet. What comes before the next one is no loading."""
+        """A pass is over, or was left: tell what was not told yet. What comes before the next one is no loading.
+
+        In the middle of ``add`` of the same thread, where an iterator may be collected, that is left to the next line.
+        """
         now_s = time.perf_counter()
         with self._lock:
-            if self._since_s is not None and now_s - self._since_s >= self._shortest_s:
+            if self._is_counting or self._since_s is None:
+                return
+            if now_s - self._since_s >= self._shortest_s:
                 self._tell(now_s)
                 self._clear(None)
 

@@ -419,6 +419,10 @@ class _Iterator:
         asked_at = time.perf_counter()
         try:
             batch = self._pass.advance()
+        except StopIteration as error:
+            self.close()
+            msg = "collate_fn raised StopIteration, which would end the epoch unnoticed"
+            raise RuntimeError(msg) from error
         except BaseException:
             self.close()  # what comes after would not be what the position says
             raise

@@ -98,7 +98,10 @@ class StreamSource(torch.utils.data.Dataset[Delivery]):
         """Read the next batch; torch calls this with what the batch sampler yielded, whatever that is."""
         if self._worker is None or self._number != deal_.number:
             info = get_worker_info()
-            worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+            if info is not None and info.dataset is self:
+                worker, num_workers = info.id, info.num_workers
+            else:  # in the main process, or in a loader worker whose data set has a loader of its own
+                worker, num_workers = 0, 1
             self._worker = _Worker(self._reader, deal_, worker, num_workers)
             self._number = deal_.number
         with self._reader.own_generators():

@@ -92,6 +92,7 @@ class TrackedRun:
         refused: What MLflow will never take, one sentence each.
         sent: Bytes of each rank's spool that have been sent, index = rank.
         sent_loading: Likewise of its ``air_nb.runs.loading``.
+        sent_checkpoints: How many of the run's checkpoints have been sent.
     """
 
     state: TrackedState
@@ -103,6 +104,7 @@ class TrackedRun:
     refused: list[str] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     sent_loading: list[int] = field(default_factory=list)
+    sent_checkpoints: int = 0
 
     def encode(self) -> str:
         """JSON."""

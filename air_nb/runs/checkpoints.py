@@ -6,10 +6,11 @@ that holds: it then has more time between SIGINT and SIGTERM.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class CommittedCheckpoint:
         path: Directory or URL.
         step: Number of steps completed.
         at: When it was committed, UTC seconds since the epoch.
-        stall_s: For how long it stopped the training.
+        stall_s: For how long it stopped the training; None in notes of earlier versions, as the next two.
         seconds: How long it took until it was committed.
         size_bytes: Its size.
     """
@@ -53,9 +54,9 @@ class CommittedCheckpoint:
     path: str
     step: int
     at: float
-    stall_s: float
-    seconds: float
-    size_bytes: int
+    stall_s: float | None = None
+    seconds: float | None = None
+    size_bytes: int | None = None
 
 
 def record_checkpoint(path: str, step: int, *, stall_s: float, seconds: float, size_bytes: int) -> None:
@@ -82,30 +83,28 @@ def record_checkpoint(path: str, step: int, *, stall_s: float, seconds: float, s
 
 def committed_checkpoints(directory: Path) -> list[CommittedCheckpoint]:
     """What a run has committed, oldest first; a torn last line is left out."""
-    return _read(directory, None)
+    return list(_decode(_lines(directory)))
 
 
 def newest_checkpoint(directory: Path) -> CommittedCheckpoint | None:
-    """What a run has committed last; for less than reading of all."""
-    newest = _read(directory, _TAIL_BYTES)
-    return newest[-1] if newest else None
+    """What a run has committed last; read from the end, for the panel asks every second."""
+    return next(_decode(reversed(_lines(directory, _TAIL_BYTES))), None)
 
 
-def _read(directory: Path, last_bytes: int | None) -> list[CommittedCheckpoint]:
+def _lines(directory: Path, last_bytes: int | None = None) -> list[bytes]:
     try:
         with (directory / _FILE).open("rb") as file:
             if last_bytes is not None:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
-            lines = file.read().splitlines()
+            return file.read().splitlines()
     except FileNotFoundError:
         return []
-    found = []
+
+
+def _decode(lines: Iterable[bytes]) -> Iterator[CommittedCheckpoint]:
     for line in lines:
-        try:
-            found.append(CommittedCheckpoint(**json.loads(line)))
-        except (ValueError, TypeError):
-            continue
-    return found
+        with contextlib.suppress(ValueError, TypeError):
+            yield CommittedCheckpoint(**json.loads(line))
 
 
 def saves_when_stopped(directory: Path) -> bool:

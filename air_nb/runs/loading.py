@@ -46,8 +46,8 @@ class LoadingFigures:
 
     @property
     def wait_percent(self) -> float:
-        """Share of the time for which the rank waited."""
-        return 100 * self.wait_s / self.seconds
+        """Share of the time for which the rank waited; 100 if several of its threads did at once, all the time."""
+        return min(100.0, 100 * self.wait_s / self.seconds)
 
     @property
     def examples_per_s(self) -> float:
@@ -92,7 +92,8 @@ def record_loading(figures: LoadingFigures) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            os.write(descriptor, json.dumps(asdict(figures)).encode() + b"\n")
+            # A newline first: a line that a full disk has torn is lost alone, not this one with it.
+            os.write(descriptor, b"\n" + json.dumps(asdict(figures)).encode() + b"\n")
         finally:
             os.close(descriptor)
 
@@ -129,14 +130,19 @@ def newest_loading(directory: Path, nproc: int) -> dict[int, LoadingFigures]:
         directory: Run directory.
         nproc: Number of ranks.
     """
-    newest = {}
-    for rank in range(nproc):
-        path = directory / loading_file(rank)
-        try:
-            size_bytes = path.stat().st_size
-        except OSError:
-            continue
-        figures, _ = read_loading(path, max(0, size_bytes - _TAIL_BYTES), _TAIL_BYTES)
-        if figures:
-            newest[rank] = figures[-1]
-    return newest
+    newest = {rank: _newest(directory / loading_file(rank)) for rank in range(nproc)}
+    return {rank: figures for rank, figures in newest.items() if figures is not None}
+
+
+def _newest(path: Path) -> LoadingFigures | None:
+    """From the end: the panel asks for each live run every second."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            chunk = file.read(_TAIL_BYTES)
+    except OSError:
+        return None
+    for line in reversed(chunk[: chunk.rfind(b"\n") + 1].splitlines()):
+        with contextlib.suppress(ValueError):
+            return LoadingFigures.decode(line)
+    return None

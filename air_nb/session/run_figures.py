@@ -30,7 +30,7 @@ def figures_line(loading: Mapping[int, LoadingFigures], committed: CommittedChec
         committed: The newest checkpoint.
     """
     parts = list(_of_loaders(loading)) if loading else []
-    if committed is not None:
+    if committed is not None and committed.stall_s is not None:
         parts.append(f"last save held up training for {_seconds(committed.stall_s)}")
     return _SEPARATOR.join(parts)
 

@@ -30,11 +30,13 @@ def loading_metrics(rank: int, figures: LoadingFigures) -> list[tuple[str, float
 
 
 def checkpoint_metrics(committed: CommittedCheckpoint) -> list[tuple[str, float, int, int]]:
-    """(key, value, timestamp in ms, step); the step is that of the checkpoint."""
+    """(key, value, timestamp in ms, step) of what is known; the step is that of the checkpoint."""
     values = {
         "checkpoint_stall_seconds": committed.stall_s,
         "checkpoint_save_seconds": committed.seconds,
-        "checkpoint_bytes": float(committed.size_bytes),
+        "checkpoint_bytes": committed.size_bytes,
     }
     at_ms = int(committed.at * 1000)
-    return [(f"air_nb/{name}", value, at_ms, committed.step) for name, value in values.items()]
+    return [
+        (f"air_nb/{name}", float(value), at_ms, committed.step) for name, value in values.items() if value is not None
+    ]

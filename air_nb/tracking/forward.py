@@ -1,9 +1,9 @@
 """From the ranks' spools to the store, in batches: nothing is lost, and one bad value holds up no other.
 
-So is what the ranks measure of their data loaders.
+So is what the ranks measure of their data loaders, and each checkpoint that they commit: a tag, and what it cost.
 
 Offsets move when a part has been sent, so after a crash some of it is sent twice. Tags and parameters don't mind, and
-stores keep one of equal metrics (same key, step, time and value).
+databases keep one of equal metrics (same key, step, time and value).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from air_nb.protocol.tracking import spool_name
+from air_nb.runs.checkpoints import committed_checkpoints
 from air_nb.runs.directory import locate
 from air_nb.runs.loading import loading_file, read_loading
 from air_nb.tracking import spool
 from air_nb.tracking.artifacts import Artifacts
 from air_nb.tracking.causes import one_line
-from air_nb.tracking.figures import loading_metrics
+from air_nb.tracking.figures import checkpoint_metrics, loading_metrics
 from air_nb.tracking.mlflow_run import MlflowRun
 from air_nb.tracking.spool import SpoolEntry
 from air_nb.tracking.store import StoreError
@@ -147,17 +148,24 @@ class Forwarder:
         """
         offsets = self._padded(self._tracked.now.sent)
         loading_offsets = self._padded(self._tracked.now.sent_loading)
+        checkpoints_sent = self._tracked.now.sent_checkpoints
         parts = self._read(offsets)
         loading, loading_moved = self._read_loading(loading_offsets)
+        checkpoints = self._read_checkpoints(checkpoints_sent)
         entries = [entry for part in parts for entry in part.entries]
-        for batch in batches([*entries, *loading]):
+        for batch in batches([*entries, *loading, *checkpoints]):
             send(run, batch, self._refuse)
         for entry in entries:
             if entry.artifact is not None:
                 artifacts.send_spooled(*entry.artifact)
         moved = [part.offset for part in parts]
-        self._tracked.update(sent=moved, sent_loading=loading_moved, problem=None)
-        return (moved, loading_moved) != (offsets, loading_offsets)
+        self._tracked.update(
+            sent=moved,
+            sent_loading=loading_moved,
+            sent_checkpoints=checkpoints_sent + len(checkpoints),
+            problem=None,
+        )
+        return bool(checkpoints) or (moved, loading_moved) != (offsets, loading_offsets)
 
     def _padded(self, sent: list[int]) -> list[int]:
         return [*sent, *[0] * (self._nproc - len(sent))]
@@ -180,6 +188,13 @@ class Forwarder:
             entries += [SpoolEntry(metrics=loading_metrics(rank, one)) for one in figures]
             moved.append(following)
         return entries, moved
+
+    def _read_checkpoints(self, sent: int) -> list[SpoolEntry]:
+        new = committed_checkpoints(locate(self._path).path)[sent:]
+        return [
+            SpoolEntry(metrics=checkpoint_metrics(one), tags=[(f"air_nb.checkpoint.{one.step}", one.path)])
+            for one in new
+        ]
 
     def _refuse(self, sentence: str) -> None:
         sys.stderr.write(f"air_nb: run {self._path.name}: {sentence}\n")

@@ -10,11 +10,9 @@ import os
 from pathlib import Path
 
 from air_nb.protocol.tracking import TrackedState
-from air_nb.runs.checkpoints import committed_checkpoints
 from air_nb.runs.directory import RunRecord, locate
 from air_nb.tracking.artifacts import Artifacts
 from air_nb.tracking.facts import ending, git_state, git_values
-from air_nb.tracking.figures import checkpoint_metrics
 from air_nb.tracking.forward import Forwarder
 from air_nb.tracking.mlflow_run import MlflowRun
 from air_nb.tracking.opening import open_run
@@ -26,7 +24,6 @@ __all__ = ["BusyError", "Sender"]
 
 _LOCK_FILE = "mlflow.lock"
 _METRICS_END_S = 1.0
-_TAGS_AT_ONCE = 100  # MLflow's limit of one call
 
 
 class BusyError(Exception):
@@ -56,7 +53,6 @@ class Sender:
         self._artifacts: Artifacts | None = None
         self._metrics: SystemMetrics | None = None
         self._described = False
-        self._checkpoints = 0
 
     def close(self) -> None:
         """Let others at it."""
@@ -103,7 +99,6 @@ class Sender:
 
     def forward(self) -> bool:
         """Send a part of what the ranks have logged; whether there was anything."""
-        self._send_checkpoints()
         return self._forwarder.forward(self._opened, self._files)
 
     def send_logs(self, *, final: bool) -> None:
@@ -124,18 +119,6 @@ class Sender:
         self.send_logs(final=True)
         self.terminate()
         self.tracked.update(state=TrackedState.ENDED, problem=None)
-
-    def _send_checkpoints(self) -> None:
-        """A tag for each checkpoint that the run has committed, and what it cost."""
-        committed = committed_checkpoints(locate(self._path).path)
-        if new := committed[self._checkpoints :]:
-            tags = [(f"air_nb.checkpoint.{checkpoint.step}", checkpoint.path) for checkpoint in new]
-            for start in range(0, len(tags), _TAGS_AT_ONCE):
-                self._opened.log_batch(
-                    metrics=[m for one in new[start : start + _TAGS_AT_ONCE] for m in checkpoint_metrics(one)],
-                    tags=dict(tags[start : start + _TAGS_AT_ONCE]),
-                )
-            self._checkpoints = len(committed)
 
     @property
     def _opened(self) -> MlflowRun:

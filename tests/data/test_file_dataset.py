@@ -195,6 +195,16 @@ class _Together(FileDataset):
         return [self[index] + 1000 for index in indices]
 
 
+def test_a_class_that_is_edited_while_it_is_used_is_taken_as_it_is_then(source):  # as %autoreload does it
+    class Edited(FileDataset):
+        pass
+
+    dataset = Edited(source, decode=lambda path: 0)
+    assert next(iter(OurDataLoader(dataset, 2, num_workers=0))).tolist() == [0, 0]
+    Edited.__getitem__ = lambda _, index: 100 + index  # type: ignore[method-assign]
+    assert next(iter(OurDataLoader(dataset, 2, num_workers=0))).tolist() == [100, 101]
+
+
 @pytest.mark.parametrize("loader", [DataLoader, OurDataLoader])
 @pytest.mark.parametrize("cached", [False, True])
 def test_what_a_subclass_makes_of_an_item_is_what_loaders_get(source, cache, loader, cached):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import time
@@ -139,6 +140,38 @@ def test_a_stop_iteration_of_the_users_does_not_end_the_epoch_unnoticed(workers)
     with pytest.raises(RuntimeError, match="collate_fn raised StopIteration"):
         next(batches)
     assert loader.state_dict()["position"] == 2
+
+
+class _Pairs(Numbers):
+    """Item i yields two examples."""
+
+    def examples(self, index: int, start: int = 0) -> Iterator[int]:
+        return iter([2 * index, 2 * index + 1][start:])
+
+
+def test_nor_does_it_where_items_yield_any_number_of_examples():
+    def collate(rows: list[int]) -> list[int]:
+        return rows if 0 in rows else next(iter([]))
+
+    batches = iter(DataLoader(_Pairs(4), 4, num_workers=0, collate_fn=collate))
+    assert next(batches) == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="collate_fn raised StopIteration"):
+        next(batches)
+
+
+def test_a_loader_may_be_used_by_a_data_set_in_a_loader_worker():
+    class Outer(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return [example for batch in DataLoader(_Pairs(3), 2, num_workers=0) for example in batch.tolist()]
+
+    loader = DataLoader(Outer(4), 1, num_workers=2, multiprocessing_context="fork", collate_fn=list)
+    assert list(loader) == [[[0, 1, 2, 3, 4, 5]]] * 4
+
+
+def test_a_refused_argument_leaves_nothing_behind_that_complains():
+    with pytest.raises(ValueError, match="prefetch_factor"):
+        DataLoader(Numbers(2), num_workers=0, prefetch_factor=2)
+    gc.collect()
 
 
 def test_a_slow_item_runs_into_the_timeout_as_in_torch():

@@ -40,10 +40,15 @@ _STATE = (
 )
 _HANG = """
 import mlflow, time
+from air_nb.runs.checkpoints import record_checkpoint
+from air_nb.runs.loading import LoadingFigures, record_loading
 mlflow.log_metric("loss", 1.0)
+record_loading(LoadingFigures(time.time(), 10.0, 3, 30, 2.5, 1.0))
+record_checkpoint("/data/step_2.aa", 2, stall_s=0.25, seconds=2.0, size_bytes=4000)
 print("go", flush=True)
 time.sleep(600)
 """
+_MEASURED = {"data_wait_percent": [(3, 25.0)], "checkpoint_stall_seconds": [(2, 0.25)]}
 
 
 @contextmanager
@@ -121,6 +126,12 @@ def _error(cell: Cell) -> str:
     return cell.error["ename"] if cell.error is not None else ""
 
 
+def _measured(run: StoredRun) -> dict[str, list[tuple[int, float]]]:
+    """What a rank of ``_HANG`` has measured of itself, as MLflow has it."""
+    keys = ("air_nb/data_wait_percent/rank_0", "air_nb/checkpoint_stall_seconds")
+    return {key.split("/")[1]: run.metrics.get(key, []) for key in keys}
+
+
 def _start(kernel: TaggedKernel, name: str, options: str = "--nproc 1") -> Cell:
     """Start a cell that never ends; returns when its ranks are at it."""
     cell = kernel.start(f"%%distributed {options} --name {name}\n{_HANG}")
@@ -165,6 +176,7 @@ def test_an_interrupt_makes_the_run_killed(tracked_kernel, unchanged, store):
     assert _error(cell) == "KeyboardInterrupt"
     run = _ended(store, name)
     assert (run.status, run.metrics["loss"][0]) == ("KILLED", (0, 1.0))
+    assert _measured(run) == _MEASURED
     assert "interrupt" in run.tags["air_nb.reason"]
     assert run.artifacts["logs/rank_0.out"].read_text() == "go\n"
 
@@ -230,6 +242,7 @@ def test_a_kernel_that_is_killed_leaves_a_run_that_is_ended_with_its_logs(own_ke
     assert eventually(lambda: own_kernel.processes() == [], 20)
     run = next(run for run in read_runs(f"sqlite:///{tmp_path}/mlflow.db") if run.name == name)
     assert (run.status, run.metrics["loss"][0]) == ("KILLED", (0, 1.0))
+    assert _measured(run) == _MEASURED
     assert run.artifacts["logs/rank_0.out"].read_text() == "go\n"
     assert "kernel" in run.tags["air_nb.reason"]
 
@@ -265,6 +278,7 @@ def test_repair_ends_the_run_of_a_kernel_that_died_with_its_tracking_process(own
     assert f"run {name}: sent" in said
     run = _ended(store, name)
     assert (run.status, run.metrics["loss"][0]) == ("KILLED", (0, 1.0))
+    assert _measured(run) == _MEASURED
 
 
 def test_an_interrupt_before_any_rank_was_started_leaves_no_run(tmp_path):

@@ -31,10 +31,10 @@ def told(tmp_path, monkeypatch) -> Told:
 
 def test_a_line_is_told_when_it_is_time_and_covers_what_was_since_the_one_before(told):
     adding = Figures(every_s=10)
-    adding.add(100.0, 101.0, 4, CacheMetrics(hits=3, misses=1, waited=1, fetched_bytes=50))
+    adding.add(100.0, 103.0, 4, CacheMetrics(hits=3, misses=1, waited=1, fetched_bytes=50))
     adding.add(105.0, 105.5, 4, None)
     assert told() == []
-    adding.add(109.0, 112.0, 2, CacheMetrics(hits=1, fetched_bytes=5))
+    adding.add(111.0, 112.0, 2, CacheMetrics(hits=1, fetched_bytes=5))
     adding.add(115.0, 122.0, 1, None)
     first, second = told()
     assert (first.seconds, first.batches, first.examples) == (12, 3, 10)
@@ -86,6 +86,27 @@ def test_a_pass_that_is_left_early_is_told(told, monkeypatch):
         break
     assert [line.examples for line in told()] == [1]
     figures_of_this_process.cache_clear()
+
+
+def test_an_iterator_that_is_collected_while_a_batch_is_counted_is_no_error_and_tells_nothing_twice(told):
+    adding = Figures(every_s=10.0, shortest_s=0.0)
+
+    class Collecting:
+        hits = misses = waited = 0
+
+        @property
+        def fetched_bytes(self) -> int:
+            adding.end_pass()
+            return 7
+
+    collecting: Any = Collecting()
+    now_s = time.perf_counter()
+    adding.add(now_s - 20, now_s - 18, 3, None)
+    adding.add(now_s - 17, now_s - 16, 4, collecting)
+    assert told() == []
+    adding.end_pass()
+    [line] = told()
+    assert (line.batches, line.examples, line.wait_s, line.fetched_bytes) == (2, 7, pytest.approx(3), 7)
 
 
 def test_outside_a_run_nothing_is_counted(monkeypatch):

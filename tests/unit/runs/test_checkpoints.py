@@ -4,6 +4,7 @@ import pytest
 
 from air_nb.runs.checkpoints import (
     RUN_DIR_VARIABLE,
+    CommittedCheckpoint,
     committed_checkpoints,
     newest_checkpoint,
     record_checkpoint,
@@ -46,12 +47,19 @@ def test_the_newest_of_thousands_is_found(monkeypatch, tmp_path):
     assert newest.step == 999
 
 
+def test_a_checkpoint_that_an_earlier_version_noted_is_there_without_its_cost(tmp_path):
+    (tmp_path / "checkpoints.jsonl").write_text('{"path": "/data/ckpt/step_10.aa", "step": 10, "at": 1.0}\n')
+    assert committed_checkpoints(tmp_path) == [CommittedCheckpoint("/data/ckpt/step_10.aa", 10, 1.0)]
+    assert newest_checkpoint(tmp_path) == CommittedCheckpoint("/data/ckpt/step_10.aa", 10, 1.0)
+
+
 def test_a_torn_last_line_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
     record_checkpoint("/data/ckpt/step_10.aa", 10, **_COST)
     with (tmp_path / "checkpoints.jsonl").open("a") as file:
         file.write('{"path": "/data/ck')
     assert [checkpoint.step for checkpoint in committed_checkpoints(tmp_path)] == [10]
+    assert newest_checkpoint(tmp_path) == committed_checkpoints(tmp_path)[0]
 
 
 def test_ranks_that_save_when_stopped_leave_a_mark(tmp_path):

@@ -36,6 +36,7 @@ def test_shares_and_rates():
     figures = _figures(hits=3, misses=1)
     assert (figures.wait_percent, figures.examples_per_s, figures.hit_percent) == (25, 4, 75)
     assert _figures().hit_percent is None
+    assert LoadingFigures(1.0, 2.0, 1, 8, 3.0, 1.5).wait_percent == 100, "two threads that waited at once"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,15 @@ def test_the_newest_of_each_rank_is_found_behind_many_and_before_a_torn_one(run,
     with (run / loading_file(2)).open("ab") as file:
         file.write(b'{"at": 1.0, "sec')
     assert newest_loading(run, 3) == {0: _figures(0), 2: _figures(999)}
+
+
+def test_a_line_that_a_full_disk_has_torn_takes_no_other_with_it(run):
+    record_loading(_figures(1))
+    with (run / loading_file(1)).open("ab") as file:
+        file.write(b'{"at": 1.0, "sec')
+    record_loading(_figures(2))
+    assert [one.batches for one in read_loading(run / loading_file(1), 0, 1 << 16)[0]] == [1, 2]
+    assert newest_loading(run, 2) == {1: _figures(2)}
 
 
 def test_outside_a_run_nothing_is_recorded(tmp_path, monkeypatch):

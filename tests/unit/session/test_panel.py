@@ -17,8 +17,10 @@ from air_nb.options import RunOptions
 from air_nb.protocol.messages import PROTOCOL_VERSION, RunState
 from air_nb.protocol.task import PAYLOAD_FILE, TASK_FILE, RankTask
 from air_nb.protocol.tracking import TRACKED_FILE, TrackedRun, TrackedState
+from air_nb.runs.checkpoints import RUN_DIR_VARIABLE, record_checkpoint
 from air_nb.runs.directory import RunDirectory, RunRecord
 from air_nb.runs.liveness import ProcessId
+from air_nb.runs.loading import LoadingFigures, record_loading
 from air_nb.session import run_files
 from air_nb.session.panel import PanelActions
 from air_nb.session.relaunch import next_name
@@ -96,6 +98,27 @@ def test_a_row_says_what_the_record_says(make: Make, panel: PanelActions):
         link=None,
         can_resume=True,
     )
+
+
+def test_what_loading_costs_moves_while_a_run_is_live_and_stays_when_it_has_ended(
+    make: Make, panel: PanelActions, monkeypatch: pytest.MonkeyPatch
+):
+    own = ProcessId.own()
+    directory = make(state=RunState.RUNNING, kernel=own, launcher=own)
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(directory.path))
+    seen = []
+    for rank, wait_s in ((0, 1.0), (1, 4.0), (0, 6.0)):
+        monkeypatch.setenv("RANK", str(rank))
+        record_loading(LoadingFigures(1.0, 10.0, 5, 1000, wait_s, wait_s))
+        seen.append(_row(panel, directory).figures)
+    assert seen == [
+        "data wait 10 % · 100 examples/s",
+        "data wait 40 % (rank 1) · 200 examples/s",
+        "data wait 60 % (rank 0) · 200 examples/s",
+    ]
+    record_checkpoint("/data/step_1.aa", 1, stall_s=0.037, seconds=1.0, size_bytes=10)
+    directory.update_record(state=RunState.FINISHED)
+    assert _row(panel, directory).figures == f"{seen[-1]} · last save held up training for 37 ms"
 
 
 def test_all_live_runs_and_the_last_20_that_ended_are_there_newest_first(make: Make, panel: PanelActions):

@@ -25,6 +25,7 @@ def _committed(stall_s: float) -> CommittedCheckpoint:
             None,
             "data wait 50 % (rank 3) · 1,240 examples/s · 50 % from the cache · 1.23 GB downloaded",
         ),
+        ({}, CommittedCheckpoint("/data/step_1.aa", 1, 1.0), ""),
         ({}, _committed(0.0372), "last save held up training for 37 ms"),
         ({0: _loading(0)}, _committed(2), "data wait 0 % · 620 examples/s · last save held up training for 2.0 s"),
     ],

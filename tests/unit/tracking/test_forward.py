@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from air_nb.protocol.tracking import TrackingRequest, spool_name
-from air_nb.runs.checkpoints import RUN_DIR_VARIABLE
+from air_nb.runs.checkpoints import RUN_DIR_VARIABLE, record_checkpoint
 from air_nb.runs.loading import LoadingFigures, record_loading
 from air_nb.tracking.forward import Batch, Forwarder, batches, send
 from air_nb.tracking.spool import SpoolEntry
@@ -204,3 +204,47 @@ def test_what_ranks_measure_of_their_loaders_is_sent_once_also_by_a_process_that
         "air_nb/cache_fetched_bytes/rank_1": 9.0,
     }
     assert len(batch.metrics) == 5
+
+
+def test_checkpoints_are_sent_once_also_by_a_process_that_comes_later(tmp_path, tracked, monkeypatch):
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    record_checkpoint("/data/step_10.aa", 10, stall_s=0.25, seconds=2.0, size_bytes=4000)
+    run = _Run()
+    forwarder = Forwarder(tmp_path, 1, tracked)
+    assert forwarder.forward(run, None)  # type: ignore[arg-type]
+    assert not forwarder.forward(run, None)  # type: ignore[arg-type]
+    (batch,) = run.taken
+    assert [(key, value, step) for key, value, _, step in batch.metrics] == [
+        ("air_nb/checkpoint_stall_seconds", 0.25, 10),
+        ("air_nb/checkpoint_save_seconds", 2.0, 10),
+        ("air_nb/checkpoint_bytes", 4000.0, 10),
+    ]
+    assert batch.tags == {"air_nb.checkpoint.10": "/data/step_10.aa"}
+    record_checkpoint("/data/step_20.bb", 20, stall_s=0.5, seconds=2.0, size_bytes=4000)
+    later = TrackedFile(tmp_path, TrackingRequest("calm-otter-41", "sqlite:////mlflow.db"))
+    again = _Run()
+    Forwarder(tmp_path, 1, later).forward(again, None)  # type: ignore[arg-type]
+    (batch,) = again.taken
+    assert {step for _, _, _, step in batch.metrics} == {20}
+    assert batch.tags == {"air_nb.checkpoint.20": "/data/step_20.bb"}
+
+
+def test_a_checkpoint_that_the_store_does_not_take_holds_up_nothing(tmp_path, tracked, monkeypatch):
+    monkeypatch.setenv(RUN_DIR_VARIABLE, str(tmp_path))
+    record_checkpoint("/data/step_10.aa", 10, stall_s=0.25, seconds=2.0, size_bytes=4000)
+    _spool(tmp_path, 0, SpoolEntry(metrics=_metrics(1)))
+    run = _Run(lambda batch: not batch.tags)
+    forwarder = Forwarder(tmp_path, 1, tracked)
+    forwarder.forward(run, None)  # type: ignore[arg-type]
+    assert not forwarder.forward(run, None)  # type: ignore[arg-type]
+    assert sum(len(batch.metrics) for batch in run.taken) == 4
+    assert len(tracked.now.refused) == 1
+    assert "air_nb.checkpoint.10" in tracked.now.refused[0]
+
+
+def test_a_checkpoint_of_unknown_cost_is_a_tag_without_metrics(tmp_path, tracked):
+    (tmp_path / "checkpoints.jsonl").write_text('{"path": "/data/step_10.aa", "step": 10, "at": 1.0}\n')
+    run = _Run()
+    Forwarder(tmp_path, 1, tracked).forward(run, None)  # type: ignore[arg-type]
+    (batch,) = run.taken
+    assert (batch.metrics, batch.tags) == ([], {"air_nb.checkpoint.10": "/data/step_10.aa"})
