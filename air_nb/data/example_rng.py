@@ -119,10 +119,10 @@ class GeneratorStates:
 
 def _memory() -> tuple[Any, ...] | None:
     """What changes with every draw: positions, and the beginnings of keys, which are made anew every 624 numbers."""
-    numpys = _numpys_memory(np.random.get_bit_generator())
-    if numpys is None:
+    generator = np.random.get_bit_generator()
+    if type(generator) is not np.random.MT19937:
         return None
-    beginning, position = numpys
+    beginning, position, _ = _numpys_memory(generator)
     torchs = torch.default_generator.get_state()
     start = torchs.data_ptr()
     return (
@@ -136,12 +136,10 @@ def _memory() -> tuple[Any, ...] | None:
 
 
 @lru_cache(maxsize=1)
-def _numpys_memory(generator: Any) -> tuple[Any, Any] | None:
-    """Where numpy's generator is in memory; None if it is not the usual one."""
-    if type(generator) is not np.random.MT19937:
-        return None
+def _numpys_memory(generator: Any) -> tuple[Any, Any, Any]:
+    """Where numpy's generator is in memory, and the generator, whose memory it is."""
     at = generator.ctypes.state_address
-    return _Beginning.from_address(at), _Position.from_address(at + _MT19937_POSITION_AT)
+    return _Beginning.from_address(at), _Position.from_address(at + _MT19937_POSITION_AT), generator
 
 
 def _torch_state() -> bytes:

@@ -156,8 +156,12 @@ class StreamPass:
         return rows
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None  # its traceback holds this pass, and so would keep the loader workers
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
         msg = "another rank could not read its next batch; its own error says why"
         raise DataError(msg)
 

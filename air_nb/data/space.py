@@ -23,7 +23,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -323,9 +323,10 @@ class Space:
         for file in sorted(files, key=lambda file: file.used_at_ns):
             if size_bytes <= 0 and size_bytes + spare < file.size_bytes:
                 break
-            if file.links > _OWN_LINKS:
+            own = names.get(file.inode, ())
+            if file.links > 1 + len(own):
                 continue
-            if file.key in reading or not self._delete_unused(file.key, names.get(file.inode, ())):
+            if file.key in reading or not self._delete_unused(file.key, own):
                 busy_bytes += file.size_bytes
                 continue
             size_bytes -= file.size_bytes
@@ -336,11 +337,11 @@ class Space:
             self._ledger.ask_for_room(2 * _LONGEST_POLL_S)
         return count, busy_bytes
 
-    def _delete_unused(self, key: str, names: Iterable[str]) -> bool:
+    def _delete_unused(self, key: str, names: Sequence[str]) -> bool:
         """Delete an object unless somebody leases it: not waited for, it may be this very thread."""
         descriptor = os.open(self.names.object_path(key), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if not try_lock(descriptor) or os.fstat(descriptor).st_nlink > _OWN_LINKS:
+            if not try_lock(descriptor) or os.fstat(descriptor).st_nlink > 1 + len(names):
                 return False
             self.names.delete(key, names)
             return True

@@ -188,6 +188,19 @@ def test_a_file_that_has_a_name_and_could_not_be_leased_gets_no_second_one(make_
     assert cache._space.evict(1) == 1
 
 
+def test_a_file_with_more_names_than_it_should_have_goes_with_all_of_them(make_cache, entries):
+    cache = make_cache()
+    [place] = _fill(cache, entries[:1])
+    more = Path(cache.directory, "paths", place.key[:2], place.key, entries[0].path)  # as an earlier version named it
+    more.parent.mkdir(parents=True)
+    os.link(place.path, more)
+    lease = cache.lease(entries[0])
+    assert cache._space.evict(1) == 0
+    lease.release()
+    assert cache._space.evict(1) == 1
+    assert list(Path(cache.directory, "paths").rglob("*")) == []
+
+
 def test_the_directories_of_names_are_those_of_the_root(make_cache, source, entries):
     cache = make_cache()
     _fill(cache, entries)

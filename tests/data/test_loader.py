@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -626,6 +628,23 @@ def test_a_stream_without_any_example_is_an_epoch_without_steps():
     loader = DataLoader(Documents([0, 0]), 4, num_workers=0)
     assert list(loader) == []
     assert loader.epoch == 1
+
+
+def test_an_error_in_a_stream_does_not_keep_the_loader():
+    class Torn(Documents):
+        def examples(self, index: int, start: int = 0) -> Iterator[tuple[int, int]]:
+            raise EOFError
+
+    loader = DataLoader(Torn([2, 4]), 2, num_workers=0)
+    feed = weakref.ref(loader._feed)
+    gc.disable()  # nobody has to wait for the garbage collector
+    try:
+        with contextlib.suppress(DataError):
+            list(loader)
+        del loader
+        assert feed() is None
+    finally:
+        gc.enable()
 
 
 def test_an_item_that_breaks_off_in_the_middle_is_named_or_skipped():

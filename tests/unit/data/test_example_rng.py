@@ -95,3 +95,21 @@ def test_examples_have_numbers_of_their_own(generator):
 
     assert drawn(1, 2, 3) == drawn(1, 2, 3)
     assert len({drawn(*which) for which in ((1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 2, 3, 1))}) == 5
+
+
+def test_a_generator_of_the_users_that_cant_be_hashed_is_looked_at_as_a_whole():
+    class Odd(np.random.MT19937):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        __hash__ = None  # type: ignore[assignment]
+
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(Odd(1))
+    try:
+        states = GeneratorStates.now()
+        assert states.is_now()
+        np.random.rand()
+        assert not states.is_now()
+    finally:
+        np.random.set_bit_generator(before)
