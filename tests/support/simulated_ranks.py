@@ -103,8 +103,10 @@ class _SimulatedFeed:
     def _ask(self, count: int) -> None:
         for _, request in zip(range(count), self._requests, strict=False):
             worker = self._number % len(self._sources)
-            _worker.info = SimpleNamespace(id=worker, num_workers=len(self._sources)) if self._has_workers else None
-            self._answers.append(self._sources[worker].__getitems__(request))
+            source = self._sources[worker]
+            info = SimpleNamespace(id=worker, num_workers=len(self._sources), dataset=source)
+            _worker.info = info if self._has_workers else None
+            self._answers.append(source.__getitems__(request))
             _worker.info = None
             self._number += 1
 
