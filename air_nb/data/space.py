@@ -4,13 +4,13 @@
 
     <cache>/                     its lock: whoever changes the ledger, evicts, sweeps, or makes a directory of leases
         ledger                   see ledger.py; bytes of the objects and of downloads are exact again after each scan
-        objects/<aa>/<key>       the files, read-only; accessed = last used; more than two links = in use
+        objects/<aa>/<key>       the files, read-only; accessed = last used; more links than names = in use
         paths/<root>/<path>      the same files as they lie below their root: what users get; see names.py
         paths/<key>/<path>       those whose name there is another one's: an older version's, mostly
         incoming/<key>.<bytes>   downloads: space is theirs before the first byte
         locks/<key>              held while its file is downloaded
         leases/<process>/<n>     see leases.py
-    leases/<process>/reading see announcement.py: the files that it names are in use too
+        leases/<process>/reading see announcement.py: the files that it names are in use too
 
 Whatever a process was doing when it was killed, the ledger says rather too much than too little, and the kernel has
 given up its locks: so the next scan finds what is nobody's.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["figures_line", "run_figures"]
 
 _SEPARATOR = " · "
-_BYTES = ("B", "kB", "MB", "GB", "TB")
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def run_figures(directory: RunDirectory, nproc: int) -> str:
@@ -54,7 +54,7 @@ def _seconds(seconds: float) -> str:
 
 def _size(n_bytes: float) -> str:
     for unit in _BYTES[:-1]:
-        if n_bytes < 1000:  # noqa: PLR2004 - the next unit
+        if n_bytes < 1000:  # noqa: PLR2004 - three digits
             return f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
+        n_bytes /= 1024
     return f"{n_bytes:.3g} {_BYTES[-1]}"

@@ -74,7 +74,7 @@ _CUT = """() => {
 
 
 _FIGURES = (
-    "data wait 12 % (rank 3) · 1,240 examples/s · 98 % from the cache · 1.23 GB downloaded · "
+    "data wait 12 % (rank 3) · 1,240 examples/s · 98 % from the cache · 1.15 GiB downloaded · "
     "last save held up training for 37 ms"
 )
 

@@ -129,7 +129,7 @@ def test_what_loading_and_saving_cost_is_in_the_run_and_in_the_panel(notebook):
     figures = rows[run.tags["air_nb.run_id"]]
     assert "(rank " in figures
     assert figures.startswith("data wait ")
-    assert "100 % from the cache · 10 kB downloaded · last save held up training for " in figures
+    assert "100 % from the cache · 9.77 KiB downloaded · last save held up training for " in figures
 
 
 # ------------------------------------------------------------------------------------------------- which experiment

@@ -23,7 +23,7 @@ def _committed(stall_s: float) -> CommittedCheckpoint:
         (
             {0: _loading(1.2, hits=99), 3: _loading(5, hits=1, misses=100, fetched_bytes=1_234_567_890)},
             None,
-            "data wait 50 % (rank 3) · 1,240 examples/s · 50 % from the cache · 1.23 GB downloaded",
+            "data wait 50 % (rank 3) · 1,240 examples/s · 50 % from the cache · 1.15 GiB downloaded",
         ),
         ({}, CommittedCheckpoint("/data/step_1.aa", 1, 1.0), ""),
         ({}, _committed(0.0372), "last save held up training for 37 ms"),
